@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist worksteal
 # Lists of tests that have a target of their own.
-NO_LIST := not layouts and not long and not matrix and not faults and not wheel and not timing and not oracle
+NO_LIST := not layouts and not long and not matrix and not faults and not wheel and not timing and not oracle and not trackers
 
 # Version of the constraints file for this Python: 311 or 312. The environment is rebuilt when the
 # version changes.
@@ -19,7 +19,7 @@ DOCS := $(VENV)/installed-docs-$(LANE)
 
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: help quickstart test test-fast test-slow test-times test-all test-timing test-layouts test-long test-matrix test-faults test-wheel test-oracle check docs site site-serve bench clean
+.PHONY: help quickstart test test-fast test-slow test-times test-all test-timing test-layouts test-long test-matrix test-faults test-wheel test-oracle test-trackers check docs site site-serve bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -39,7 +39,7 @@ test-slow: $(DEV)  ## tests that take 2 seconds or more (a quarter of an hour)
 test-times: $(DEV)  ## run the tests of test and test-slow, and record their times in tests/times.json
 	@$(BIN)/python -m pytest --record-times $(PYTEST_ARGS)
 
-test-all: test test-slow test-timing test-layouts test-long test-wheel  ## all tests but test-matrix, test-faults and test-oracle
+test-all: test test-slow test-timing test-layouts test-long test-wheel  ## all tests but test-matrix, test-faults, test-oracle and test-trackers
 
 test-timing: $(DEV)  ## run tests that compare measured times, on an idle machine (3 minutes)
 	@$(BIN)/python -m pytest -m timing tests/planner
@@ -62,6 +62,10 @@ test-wheel: $(DEV)  ## install the wheel with every available Python, and train 
 # transformers and torch may be in a separate environment: make ORACLE=.../bin/python test-oracle
 test-oracle: $(DEV)  ## compare with transformers and XProf, if installed
 	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/huggingface tests/data tests/profiles
+
+# The clients may be in a folder: pip install --target FOLDER wandb mlflow trackio ...
+test-trackers: $(DEV)  ## compare values in experiment trackers with metrics.jsonl; TRACKERS names a folder of clients
+	@TRACKERS=$(TRACKERS) $(BIN)/python -m pytest -m trackers tests/telemetry/trackers
 
 check: $(DEV)  ## check formatting, lint, types, prose, and that generated docs are up to date
 	@$(BIN)/ruff format --check --quiet --output-format concise . || \

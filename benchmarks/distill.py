@@ -29,7 +29,7 @@ data: {{source: corpus}}
 train: {{steps: {STEPS}, batch_size: 8, sequence_length: 64}}
 optim: {{learning_rate: 5.0e-3, warmup_steps: 10}}
 eval: {{every: 20, batches: 16, batch_size: 64}}
-log: {{every: 20, tensorboard: false}}
+log: {{every: 20, trackers: []}}
 runtime: {{platform: cpu}}
 """
 TEACHER = """

@@ -42,7 +42,7 @@ train: {steps: 100, batch_size: 8, sequence_length: 64}
 optim: {learning_rate: 5.0e-3, warmup_steps: 10}
 checkpoint: {every: 20}
 eval: {batches: 0}
-log: {every: 1, tensorboard: false}
+log: {every: 1, trackers: []}
 runtime: {platform: cpu}
 """
 KILLED_AT = 50

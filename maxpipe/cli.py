@@ -30,6 +30,7 @@ from maxpipe.commands import (
     launch,
     plan,
     profile,
+    report,
     schedule,
     tokenizer,
 )
@@ -231,6 +232,7 @@ def command_line_parser() -> Parser:
     board.add_goodput(commands)
     profile.add(commands)
     board.add_curves(commands)
+    report.add(commands)
     board.add(commands)
     tokenizer.add(commands)
     data.add(commands)

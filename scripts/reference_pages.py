@@ -60,6 +60,7 @@ SEE_ALSO: Mapping[str, tuple[str, ...]] = {
     "eval": ("guides/eval.md",),
     "preference": ("tutorials/preferences.md",),
     "log": ("reference/metrics.md", "reference/run_folder.md"),
+    "layer_stats": ("guides/layer_statistics.md",),
     "runtime": ("concepts/processes.md",),
     "launch": ("guides/launch.md",),
 }

@@ -40,6 +40,7 @@ LAYERS = {
     "generation": "text generation",
     "posttrain": "teachers, reference models, rollouts",
     "evals": "validation, multiple-choice tasks, lm-evaluation-harness",
+    "report": "HTML pages with the records of runs",
     "launch": "launchers for local processes and clusters",
     "diagnosis": "`maxpipe doctor` and `maxpipe env`",
     "train": "the training loop",
@@ -111,6 +112,7 @@ ROOT_CONFIG = (
     "maxpipe.train.run",
     "maxpipe.train.set_up",
     "maxpipe.train.tensorboard",
+    "maxpipe.train.tracking",
     "maxpipe.train.resume",
     "maxpipe.restore.initial_weights",
     "maxpipe.evals.evaluate",
@@ -132,6 +134,9 @@ ROOT_CONFIG = (
 UNREAD_KEYS: dict[str, str] = {
     "plugins.allow_code": "plug-ins are loaded with the config",
     "plugins.allow_change": "config.plugins compares the digests of plug-ins",
+    "alerts.allow_code": "a command without permission is an error when the config is checked",
+    "alerts.enable": "`enabled_rules` returns the rules",
+    "alerts.actions": "`actions_of` returns the actions of a rule",
 }
 
 MAX_FUNCTION_LINES = 100

@@ -173,7 +173,7 @@ def test_version_option_prints_version(capsys: Capture):
         ("train --steps 5 TINY", "Write train.steps=5."),
         ("train TINY --learning-rate=1e-4", "Write optim.learning_rate=1e-4."),
         ("train TINY --lr 1e-4", "Write optim.learning_rate=1e-4."),
-        ("train TINY --wandb", "Weights & Biases is not supported."),
+        ("train TINY --wandb", "Write 'log.trackers=[tensorboard, wandb]'."),
         ("plan TINY train.steps=1 --topology h100x8", "Did you mean h100:8?"),
         ("schedule mine.csv", "Did you mean `maxpipe schedule file:mine.csv`?"),
         ("schedule file:mine.csv", "cannot be read: No such file"),

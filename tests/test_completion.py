@@ -82,7 +82,8 @@ def test_completes_config_keys_and_values(ask: Ask):
     assert ask("train", "quick.yml", "pipel") == ["pipeline."]
     assert ask("train", "pipeline.re") == ["pipeline.remat=", "pipeline.repeats="]
     assert ask("train", "pipeline.remat=n") == ["pipeline.remat=names ", "pipeline.remat=none "]
-    assert ask("train", "log.tensorboard=") == ["log.tensorboard=false ", "log.tensorboard=true "]
+    options = ["mesh.sequence_parallel=false ", "mesh.sequence_parallel=true "]
+    assert ask("train", "mesh.sequence_parallel=") == options
     assert ask("train", "data.path=qui") == ["data.path=quick.txt ", "data.path=quick.yml "]
     assert ask("train", "train.steps=") == [] == ask("train", "no.key=")
     assert ask("config", "explain", "mesh.ici_f") == ["mesh.ici_fsdp "]

@@ -21,6 +21,7 @@ from maxpipe.config.migration.peer_files import published
 from maxpipe.config.schema import Config
 from maxpipe.errors import EXIT_CODES
 from maxpipe.evals.evaluate import EvalTotals
+from maxpipe.evals.generative import GenerativeSummary
 from maxpipe.evals.multiple_choice import task_metrics
 from maxpipe.models.registry import summaries
 from maxpipe.models.spec import Ahead
@@ -172,7 +173,7 @@ def test_every_written_metric_is_declared() -> None:
     folders = ("train", "step", "evals", "posttrain")
     for path in (path for folder in folders for path in (ROOT / "maxpipe" / folder).glob("*.py")):
         code = path.read_text(encoding="utf-8")
-        groups = "train|eval|perf|pipe|memory|distill|rollout"
+        groups = "train|eval|perf|pipe|memory|distill|rollout|layers"
         written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
         of_sources = re.findall(r'source_tag\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
@@ -184,6 +185,9 @@ def test_every_written_metric_is_declared() -> None:
     written |= {f"train/{name}" for name in KlPolicyGradient.report_names}
     accuracies: Any = {"accuracy": 1.0, "accuracy_by_bytes": 1.0}
     written |= set(task_metrics("NAME", accuracies))
+    scores = GenerativeSummary(1, 2, 0.5, 0.1, {2: 0.5}, 0.0, 0).metrics("NAME")
+    written |= {tag.replace("pass_at_2", "pass_at_K") for tag in scores}
+    written.add("harness/TASK/METRIC")
     assert written | {tag for tag, *_ in summaries()} == set(declared)
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 

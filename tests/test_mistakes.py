@@ -208,9 +208,9 @@ MISTAKES = [
         (
             "wandb_project=mine",
             "wandb_project = mine",
-            "Weights & Biases is not supported",
-            "Leave it out;",
-            "log.every=10",
+            "has no section",
+            "Write tracker.project=mine.",
+            "tracker.project=mine",
         ),
         (
             "mesh.ici_data=2 per_device_batch_size=4",

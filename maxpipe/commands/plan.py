@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import (
+    RUN,
     Commands,
     add_inputs,
     check_place,
@@ -109,6 +110,8 @@ def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
 
 def _plan(options: argparse.Namespace) -> int:
     _check_options(options)
+    if options.against is not None:
+        return _against(options)
     loaded = read_config(options.inputs)
     if options.calibrate:
         return _calibrate(loaded)
@@ -118,6 +121,27 @@ def _plan(options: argparse.Namespace) -> int:
     if options.shardings:
         return _shardings(options, loaded, target)
     return _forecast(options, loaded, target)
+
+
+def _against(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint.address import parse_run_address
+    from maxpipe.checkpoint.run_copy import folder_of_records
+    from maxpipe.profiles import run_comparison
+
+    run_dir = folder_of_records(parse_run_address(options.against).run_dir)
+    found = run_comparison.compare_run(run_dir)
+    if options.json:
+        import json
+
+        print(json.dumps(run_comparison.comparison_values(found), indent=2))
+    else:
+        print(redact.redact_for_terminal(run_comparison.format_comparison(found)))
+    if options.calibrate:
+        from maxpipe.hardware import save_measured
+
+        path = save_measured(run_comparison.calibrated(found))
+        print(f"wrote {path}: later plans use it; delete the file to undo the calibration")
+    return ExitCode.DONE
 
 
 def _target(options: argparse.Namespace, config: Config) -> Topology:
@@ -145,7 +169,8 @@ def _check_options(options: argparse.Namespace) -> None:
             for name in ("draw", "draw-timeline")
         ),
     ]
-    if options.calibrate:
+    if options.calibrate or options.against is not None:
+        option = "--calibrate" if options.against is None else "--against"
         names = (
             "search",
             "shardings",
@@ -155,7 +180,13 @@ def _check_options(options: argparse.Namespace) -> None:
             "slices",
             *SEARCH_ONLY_OPTIONS,
         )
-        unread = [(name, True, "has no effect with --calibrate", out) for name in names]
+        if options.against is not None:
+            names = ("topology", "devices", *(name for name in names if name != "json"))
+            if options.inputs:
+                rule = "cannot be combined with --against, which uses the config of the run."
+                where = f"command line: {options.inputs[0]}"
+                raise ConfigError.one(Code.CLI_CONFLICT, where, None, rule, "Leave it out.")
+        unread = [(name, True, f"has no effect with {option}", out) for name in names]
     for name, ignored, rule, action in unread:
         if ignored and getattr(options, name.replace("-", "_")):
             raise ConfigError.one(
@@ -299,6 +330,7 @@ def _add_plan(commands: Commands) -> None:
         "--fix mesh.dcn_stage=2 --write best.yml\n"
         "  maxpipe plan run.yml --topology v5p:4x4x4 --shardings\n"
         "  maxpipe plan run.yml --calibrate\n"
+        "  maxpipe plan --against runs/first\n"
         "  maxpipe plan run.yml --devices 8 --search --measure 5",
     )
     add_inputs(parser)
@@ -314,6 +346,12 @@ def _add_plan(commands: Commands) -> None:
         "--calibrate",
         action="store_true",
         help="time this config's layers on this machine, to calibrate later plans",
+    )
+    parser.add_argument(
+        "--against",
+        metavar=RUN,
+        help="compare the forecast of a run with its measured time and memory; with --calibrate, "
+        "later plans use the measured step time",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

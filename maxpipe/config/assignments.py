@@ -26,6 +26,7 @@ from maxpipe.config.schema import (
     declared_key,
     default_of,
     field_of,
+    item_type,
     split_key,
     upgrade_setting,
 )
@@ -233,7 +234,8 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
         if isinstance(new.raw, list) and new.raw != each.raw:
             items = to_yaml_line(upgrade_setting(".".join(each.path), each.raw)[1])
             setting = f"`{new.path[-1]}: {items}`" if each.is_in_file else f'"{key}={items}"'
-            rule = f"uses a format from an earlier release: {key} is now a list of mappings."
+            kind = "list of mappings" if item_type(KEYS.get(key)) else "list"
+            rule = f"uses a format from an earlier release: {key} is now a {kind}."
             yield each.problem(Code.CFG_RENAMED, rule, f"Write {setting}.")
             continue
         text += "" if new.raw == each.raw else f"={format_raw(new.raw)}"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from maxpipe.config.rules import axis_size, format_value, value_of, violations
 from maxpipe.config.schema import KEYS, Config
+from maxpipe.config.sections.alerts import check_alert_permission
 from maxpipe.config.sections.data import is_synthetic, named_sources, section_of, train_sources
 from maxpipe.config.sections.eval import check_eval_during_training
 from maxpipe.config.sections.mesh import replication_warnings
@@ -20,7 +21,7 @@ from maxpipe.config.sections.optim import optimizer_warnings
 from maxpipe.config.sections.source import COLUMNS, paths_of
 from maxpipe.config.sections.tokenizer import BYTES_VOCABULARY
 from maxpipe.config.translation import infer_source
-from maxpipe.errors import Code, ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem, RuleViolation
 from maxpipe.io import redact
 from maxpipe.io.files import accelerators
 from maxpipe.parallel.axes import MESH_AXES, device_count_rule
@@ -66,6 +67,8 @@ def check_training(
     problems = [] if wrong else find_unused_path(config, origins)
     problems += [] if wrong else _check_sft_data(config, origins)
     problems += _check_evaluation(config, origins, skip)
+    if {"alerts.command", "alerts.allow_code"}.isdisjoint(skip):
+        problems += _problems(check_alert_permission(config), config, origins)
     problems += _check_adapter_base(config, origins, skip)
     if {"train.steps", "train.tokens"}.isdisjoint(skip):
         problems += find_missing_length(config, origins)
@@ -119,11 +122,18 @@ def _check_evaluation(
 ) -> list[Problem]:
     if not {"eval.tasks", "eval.batches", "data.mixture", "data.validation"}.isdisjoint(skip):
         return []
+    return _problems(check_eval_during_training(config), config, origins)
+
+
+def _problems(
+    violations: Iterable[RuleViolation], config: Config, origins: Mapping[str, str]
+) -> list[Problem]:
+    """Return a problem with location and value for each violation."""
     return [
         Problem(
             code, error_location(key, origins), format_value(value_of(config, key)), text, action
         )
-        for code, key, text, action in check_eval_during_training(config)
+        for code, key, text, action in violations
     ]
 
 

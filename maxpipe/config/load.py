@@ -45,6 +45,7 @@ from maxpipe.config.schema import (
     NAME,
     NAMED_KEYS,
     NAMED_SECTIONS,
+    PERMISSIONS,
     SECTIONS,
     Config,
     is_of_another_family,
@@ -223,7 +224,7 @@ def _saved_assignments(saved: Mapping[str, Any] | None, origin: str) -> Iterator
     user's own files and overrides can give.
     """
     for each in from_values(saved or {}, origin):
-        if origin == _FROM_DICT or ".".join(each.path) != plugins.ALLOW:
+        if origin == _FROM_DICT or ".".join(each.path) not in PERMISSIONS:
             yield each
 
 
@@ -367,7 +368,7 @@ def _assignments_in(
         (path.parent / name).exists() for name in _RECORDS
     )
     for each in from_document(document, file.origin, problems):
-        if not is_record or ".".join(each.path) != plugins.ALLOW:
+        if not is_record or ".".join(each.path) not in PERMISSIONS:
             yield each
 
 

@@ -1,8 +1,9 @@
-"""Register and load plug-ins: families, objectives, sources and schedules from outside the package.
+"""Register and load plug-ins: code from outside the package that adds values to config keys.
 
 A plug-in is Python code that calls the `register_*` functions below when it is imported.
 `plugins.modules` names plug-ins, and `plugins.allow_code` permits their code to run. Registered
-names become values of `model.family`, `train.objective`, `data.source` and `pipeline.schedule`.
+names become values of `model.family`, `train.objective`, `data.source`, `pipeline.schedule` and
+`log.trackers`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 from maxpipe.config import schema
 from maxpipe.config.check import error_location
 from maxpipe.config.rules import BOUNDS, RULES, Rule
+from maxpipe.config.sections.log import TRACKERS, known_trackers
 from maxpipe.config.sections.model import FAMILY, add_family_rules, family_section
 from maxpipe.config.sections.source import SOURCES
 from maxpipe.config.sections.train import OBJECTIVES
@@ -184,6 +186,20 @@ def register_schedule(
     properties = {"summary": f"from {_owner().item}", **properties}
     with _registration("pipeline.schedule", name, SCHEDULES, lambda: SCHEDULES.pop(name)):
         SCHEDULES[name] = ScheduleSpec(generate, **properties)
+
+
+def register_tracker(name: str, make: Callable[[], Any]) -> None:
+    """Add an experiment tracker, which `log.trackers` selects.
+
+    `make` is a `maxpipe.telemetry.trackers.interface.Tracker` class, or a function that returns
+    one. Trackers run in a separate process, which loads the plug-in again.
+
+    Raises:
+        ConfigError: the name is not valid or exists already.
+    """
+    _check_callable("log.trackers", name, make)
+    with _registration("log.trackers", name, known_trackers(), lambda: TRACKERS.pop(name)):
+        TRACKERS[name] = make
 
 
 def _check_callable(key: str, name: str, given: object) -> None:
@@ -402,7 +418,7 @@ def _run(plugin: Plugin, key: str, where: str, run: Callable[[], object]) -> Plu
     try:
         run()
         if not plugin.undo:
-            rule = "registers no family, objective, source or schedule."
+            rule = "registers no family, objective, source, schedule or tracker."
             action = "Call a `register_*` function of maxpipe.config.plugins in it."
             raise ConfigError.one(Code.PLUG_REGISTER, where, plugin.item, rule, action)
     except BaseException as error:

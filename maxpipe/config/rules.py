@@ -110,6 +110,20 @@ def add_nonempty_rule(key: str) -> None:
             )
 
 
+def unknown_names(
+    key: str, names: Iterable[str], known: Collection[str], example: str
+) -> Iterator[RuleViolation]:
+    """Yield a violation for each name in a list that is not known. `example` is a valid name."""
+    for name in names:
+        if name not in known:
+            yield RuleViolation(
+                Code.CFG_VALUE,
+                key,
+                f"must contain only these names: {', '.join(known)}.",
+                f"Set {key}=[{did_you_mean(name, known) or example}].",
+            )
+
+
 def add_folder_or_bucket_rule(key: str) -> None:
     """Add a rule that a folder must be a local path, or in a store that can hold checkpoints."""
 

@@ -28,6 +28,7 @@ from maxpipe.config.rules import ITEM, field_name
 from maxpipe.config.sections import adapter as _adapter  # noqa: F401 (registers rules)
 from maxpipe.config.sections import mesh as _mesh  # noqa: F401 (registers rules)
 from maxpipe.config.sections import model as _model  # noqa: F401 (registers rules)
+from maxpipe.config.sections.alerts import AlertsConfig
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.data import DataConfig
 from maxpipe.config.sections.distill import DistillConfig
@@ -35,6 +36,7 @@ from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.config.sections.launch import LaunchConfig
+from maxpipe.config.sections.layer_stats import LayerStatsConfig
 from maxpipe.config.sections.log import LogConfig
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, family_section
 from maxpipe.config.sections.optim import OptimConfig
@@ -46,6 +48,7 @@ from maxpipe.config.sections.run import RunConfig
 from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.config.sections.source import SOURCES, SourceName
 from maxpipe.config.sections.tokenizer import TokenizerConfig
+from maxpipe.config.sections.tracker import TrackerConfig
 from maxpipe.config.sections.train import OBJECTIVES, ObjectiveName, TrainConfig
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.registry import FAMILIES
@@ -72,7 +75,10 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    layer_stats: LayerStatsConfig = field(default_factory=LayerStatsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
@@ -353,14 +359,22 @@ def _upgrade_schedule(pipeline: Any) -> None:
 
 
 def without_permissions(config: Config) -> Config:
-    """Return the config without the permission to run plug-ins, for files that other users may
-    read.
+    """Return the config without the permissions to run plug-ins and commands, for files that other
+    users may read.
     """
-    return replace(config, plugins=replace(config.plugins, allow_code=False))
+    return replace(
+        config,
+        plugins=replace(config.plugins, allow_code=False),
+        alerts=replace(config.alerts, allow_code=False),
+    )
+
+
+PERMISSIONS = frozenset({"plugins.allow_code", "alerts.allow_code"})
+"""Keys that permit code to run. Only the user's own files and overrides can set them."""
 
 
 # Sections and keys whose values may differ between processes.
-OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
+OWN_SECTIONS = frozenset({"runtime", "log", "tracker", "alerts", "launch"})
 
 OWN_KEYS = frozenset(
     {"run.dir", "data.path", "data.paths", "data.tfds_dir", "data.threads"}

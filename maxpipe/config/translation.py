@@ -23,12 +23,14 @@ from maxpipe.config.foreign_keys import (
 )
 from maxpipe.config.rules import BATCH_AXES, BOUNDS, axis_keys, format_value, normalize_name
 from maxpipe.config.schema import KEYS, default_of, is_of_another_family, section_of
+from maxpipe.config.sections.log import TENSORBOARD, TRACKER_PACKAGES
 from maxpipe.config.sections.model import FAMILY, family_section
 from maxpipe.config.yaml_values import READERS, Raw, to_yaml_line
 from maxpipe.io.files import accelerators
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.schedule.catalog import SCHEDULES
 
+_TRACKERS = "log.trackers"
 MODEL = "model"
 """Name of the section that accepts the name of a bundled model in place of keys."""
 
@@ -229,7 +231,7 @@ def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
         example = format_value(default_of(key))
         return None, f"Set {key}={example}, or another of {', '.join(map(str, choices))}."
     if typing.get_origin(hint) is list:
-        return f"[{text}]", ""
+        return text if text.startswith("[") else f"[{text}]", ""
     return _read(key, text)
 
 
@@ -407,6 +409,32 @@ def _bits(base: str) -> Callable[[Raw, TranslationContext], Translation]:
     return _switch("adapter.base_quantization", base, "")
 
 
+def _tracker(name: str) -> Callable[[Raw, TranslationContext], Translation]:
+    """Return a function that translates another trainer's switch of one tracker."""
+
+    def translated(raw: Raw, context: TranslationContext) -> Translation:
+        is_off = isinstance(raw, str) and normalize_name(raw) in ("false", "off", "no", "0", "none")
+        if is_off and name != TENSORBOARD:
+            return Translation((), "", _leave_out(_TRACKERS), key=_TRACKERS)
+        names: list[Raw] = [] if is_off else [*dict.fromkeys((TENSORBOARD, name))]
+        return Translation(((_TRACKERS, _joined(names)),), key=_TRACKERS)
+
+    return translated
+
+
+def _report_to(raw: Raw, context: TranslationContext) -> Translation:
+    """Translate a list of trackers."""
+    names = raw if isinstance(raw, list) else str(raw).strip("[]").split(",")
+    normalized = [normalize_name(each) for each in names if isinstance(each, str)]
+    known = [each for each in (TENSORBOARD, *TRACKER_PACKAGES) if each in normalized]
+    if normalized in (["none"], []):
+        return Translation(((_TRACKERS, "[]"),), key=_TRACKERS)
+    if len(known) == len(normalized):
+        return Translation(((_TRACKERS, _joined([*known])),), key=_TRACKERS)
+    why = f"the trackers are {', '.join((TENSORBOARD, *TRACKER_PACKAGES))}."
+    return Translation((), why, f"Set {_TRACKERS}={_joined([*known] or [TENSORBOARD])}.")
+
+
 def _rl(raw: Raw, context: TranslationContext) -> Translation:
     """Translate an objective from Axolotl's `rl` key."""
     name = normalize_name(raw) if isinstance(raw, str) else ""
@@ -537,6 +565,11 @@ def _table() -> dict[str, Callable[[Raw, TranslationContext], Translation]]:
         "load_in_8bit": _bits("int8"),
         "peft_use_dora use_dora": _switch("adapter.kind", "dora", ""),
         "peft_use_rslora use_rslora": _switch("adapter.rslora", "true", ""),
+        "use_tensorboard tb enable_tensorboard": _tracker(TENSORBOARD),
+        "wandb use_wandb enable_wandb weights_and_biases": _tracker("wandb"),
+        "mlflow use_mlflow": _tracker("mlflow"),
+        "trackio use_trackio": _tracker("trackio"),
+        "report_to loggers logger": _report_to,
         "train_on_inputs": _switch("train.objective", "", "sft"),
         "datasets pretraining_dataset": _datasets,
         "rl": _rl,

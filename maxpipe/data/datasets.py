@@ -25,7 +25,7 @@ from maxpipe.data.prompts import build_prompts
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import Code, ConfigError, Problem
-from maxpipe.rewards.process import RewardFunction, check
+from maxpipe.rewards.process import RewardFunction, RewardSettings, check
 
 Heartbeat = Callable[[], object]
 
@@ -182,6 +182,7 @@ def _with_chat_spec(datasets: Datasets, conversation: ChatSpec | None) -> Datase
 def _build_prompt_datasets(config: Config) -> Datasets:
     tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)
     template = load_run_chat_template(config, tokenizer)
+    rewards = RewardSettings.from_grpo(config.grpo)
     datasets = build_prompts(
         config.grpo,
         config.data,
@@ -189,8 +190,8 @@ def _build_prompt_datasets(config: Config) -> Datasets:
         seed=config.run.seed,
         batch_size=config.train.batch_size,
         sequence_length=config.train.sequence_length,
-        check=partial(check, config.grpo),
-        reward=RewardFunction(config.grpo).fingerprint(),
+        check=partial(check, rewards),
+        reward=RewardFunction(rewards).fingerprint(),
         template=template,
     )
     return _with_chat_spec(datasets, chat_spec_of_prompts(template, tokenizer))

@@ -247,17 +247,15 @@ def build_prompts(
     Raises:
         ConfigError: the prompt file cannot be used, or a prompt is too long.
     """
-    content = _content(config.prompts)
-    records = _records(content, config.prompts, check, data)
-    prompts = _encode_prompts(records, tokenizer, template)
-    _check_lengths(prompts, config, sequence_length)
+    prompts, digest = read_prompt_records(config.prompts, _KEY, check, data, tokenizer, template)
+    check_prompt_lengths(prompts, config.max_tokens, sequence_length, _KEY, "grpo.max_tokens")
     rows = PromptSequences(prompts, config.group_size, sequence_length, tokenizer.pad_id)
     ramp = BatchRamp((), batch_size)
     facts = {
         "source": "prompts",
         "documents": len(prompts),
         "tokens": rows.num_tokens,
-        "source_digest": hashlib.sha256(content).hexdigest(),
+        "source_digest": digest,
         "tokenizer": tokenizer.fingerprint(),
         "seed": seed,
         "sequence_length": sequence_length,
@@ -286,19 +284,54 @@ def build_prompts(
     )
 
 
+def read_prompt_records(
+    path: str,
+    key: str,
+    check: Check,
+    data: SourceConfig,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    chat: bool = False,
+) -> tuple[list[PromptRecord], str]:
+    """Read and tokenize the prompts in a JSON Lines file, and return the file's SHA-256 digest.
+
+    Args:
+        path: file with one JSON object per line; see `grpo.prompts`.
+        key: config key or option that names the file, for error messages.
+        check: called for each record; raises ValueError for a record that cannot be scored.
+        data: settings that select the fields of the prompt.
+        tokenizer: tokenizer of the model.
+        template: template that renders prompts that are conversations.
+        chat: whether string prompts are rendered as user messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not a valid prompt.
+    """
+    content = _content(path, key)
+    records = _records(content, path, check, data, key)
+    if chat:
+        records = [
+            each._replace(prompt=user_chat(each.prompt)) if isinstance(each.prompt, str) else each
+            for each in records
+        ]
+    return _encode_prompts(records, tokenizer, template, key), hashlib.sha256(content).hexdigest()
+
+
 def _field_metadata(data: SourceConfig) -> dict[str, str]:
     """Return prompt fields for the fingerprint. As in earlier releases, defaults are omitted."""
     fields = {"prompt_field": data.prompt_field, "system_field": data.system_field}
     return {key: value for key, value in fields.items() if value not in ("", _PROMPT)}
 
 
-def _content(path: str) -> bytes:
+def _content(path: str, key: str) -> bytes:
     try:
         return files.read(path, MAX_BYTES)
     except OSError as error:
         rule = f"must be a readable file: {error.strerror or error}."
-        action = 'Set grpo.prompts to a file with lines such as {"prompt": "3+4=", "answer": "7"}.'
-        raise ConfigError.one(Code.DATA_UNREADABLE, _KEY, path, rule, action) from error
+        name = key.rpartition(" ")[2]
+        action = f'Set {name} to a file with lines such as {{"prompt": "3+4=", "answer": "7"}}.'
+        raise ConfigError.one(Code.DATA_UNREADABLE, key, path, rule, action) from error
 
 
 class _PromptLine(NamedTuple):
@@ -321,7 +354,9 @@ class _PromptLine(NamedTuple):
         return [part if isinstance(part, str) else json.dumps(part) for part in contents]
 
 
-def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> list[_PromptLine]:
+def _records(
+    content: bytes, path: str, check: Check, data: SourceConfig, key: str
+) -> list[_PromptLine]:
     lines: list[_PromptLine] = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
@@ -336,13 +371,13 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
             rule = f"must be an object with a prompt that the reward function accepts: {error}."
             action = "Correct or remove the line."
             raise ConfigError.one(
-                Code.DATA_RECORD, f"{_KEY}: {path}, line {number}", None, rule, action
+                Code.DATA_RECORD, f"{key}: {path}, line {number}", None, rule, action
             ) from error
         lines.append(parsed)
     if not lines:
         raise ConfigError.one(
             Code.DATA_EMPTY,
-            _KEY,
+            key,
             path,
             "contains no prompts: each non-blank line must contain one.",
             "Add prompts.",
@@ -437,7 +472,7 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
 
 
 def _encode_prompts(
-    records: list[_PromptLine], tokenizer: Tokenizer, template: ChatTemplate | None
+    records: list[_PromptLine], tokenizer: Tokenizer, template: ChatTemplate | None, key: str
 ) -> list[PromptRecord]:
     texts = [record.prompt for record in records if isinstance(record.prompt, str)]
     # The reward function may read any other key of a record.
@@ -447,7 +482,7 @@ def _encode_prompts(
         rule += "tokenizer has none."
         action = "Write a `prompt` in each line, or set the model folder: tokenizer.kind=auto "
         action += "tokenizer.path=FOLDER."
-        raise ConfigError.one(Code.TOK_TEMPLATE, _KEY, None, rule, action)
+        raise ConfigError.one(Code.TOK_TEMPLATE, key, None, rule, action)
     places = [record.where for record in records if record.chat is None]
     with wrap_text_errors(lambda number: places[number]):
         plain = iter(tokenizer.encode_batch(texts))
@@ -462,7 +497,7 @@ def _encode_prompts(
         if not len(ids):
             rule = "must be messages that the chat template renders to non-empty text."
             raise ConfigError.one(
-                Code.TOK_TEMPLATE, f"{_KEY}: {record.where}", None, rule, "Correct the messages."
+                Code.TOK_TEMPLATE, f"{key}: {record.where}", None, rule, "Correct the messages."
             )
         prompts.append(
             PromptRecord(
@@ -472,17 +507,31 @@ def _encode_prompts(
     return prompts
 
 
-def _check_lengths(prompts: list[PromptRecord], config: GrpoConfig, sequence_length: int) -> None:
+def check_prompt_lengths(
+    prompts: list[PromptRecord], max_tokens: int, sequence_length: int, key: str, tokens_key: str
+) -> None:
+    """Check that each prompt fits in the sequence length together with its completion.
+
+    Args:
+        prompts: the prompts.
+        max_tokens: maximum length of a completion in tokens.
+        sequence_length: maximum length of prompt and completion in tokens.
+        key: config key or option that names the prompt file, for error messages.
+        tokens_key: config key or option that sets `max_tokens`.
+
+    Raises:
+        ConfigError: the longest prompt does not fit.
+    """
     longest = max(prompts, key=lambda prompt: len(prompt.ids))
     size = len(longest.ids)
-    if size + config.max_tokens > sequence_length:
+    if size + max_tokens > sequence_length:
         text = longest.text
         raise ConfigError.one(
             Code.GEN_PROMPT,
-            f"{_KEY}: {longest.where}",
+            f"{key}: {longest.where}",
             repr(text[:_SHOWN]) + ("..." if len(text) > _SHOWN else ""),
-            f"has {size} tokens, including BOS: with grpo.max_tokens ({config.max_tokens}) "
+            f"has {size} tokens, including BOS: with {tokens_key} ({max_tokens}) "
             f"added, they must fit in train.sequence_length ({sequence_length}).",
-            f"Set train.sequence_length={size + config.max_tokens} or more, a smaller "
-            "grpo.max_tokens, or remove the prompt.",
+            f"Set train.sequence_length={size + max_tokens} or more, a smaller "
+            f"{tokens_key}, or remove the prompt.",
         )

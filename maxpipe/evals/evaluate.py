@@ -38,6 +38,8 @@ from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
 from maxpipe.errors import Code, ConfigError, DivergenceError, Preemption
+from maxpipe.evals.generative import GenerativeTask, SameOnAll, ScoredCompletion
+from maxpipe.evals.harness_tasks import HarnessTasks
 from maxpipe.evals.multiple_choice import Task, task_metrics
 from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MeshConfig
@@ -225,6 +227,15 @@ class Evaluator:
     """Function that returns whether all processes should stop."""
     heartbeat: Callable[[], object]
     """Function that is called to report progress."""
+    generative_tasks: Sequence[GenerativeTask] = ()
+    same: SameOnAll = lambda name, value: {value: [0]}
+    write_completions: Callable[[int, str, Sequence[ScoredCompletion]], object] = (
+        lambda step, name, scored: None
+    )
+    """Function that records the completions of a generative task, called with step, task name and
+    completions."""
+    harness: HarnessTasks | None = None
+    is_first_process: bool = True
     step: Any = None
     """The compiled evaluation step; None without validation documents."""
 
@@ -236,6 +247,8 @@ class Evaluator:
         for task in self.tasks:
             with self.console.stage(f"compiling task {task.name}"):
                 task.compile(steps)
+        for task in self.generative_tasks:
+            task.compile(steps)
 
     @property
     def _loaders(self) -> Mapping[str, Loader]:
@@ -269,6 +282,26 @@ class Evaluator:
                 f"by bytes {answered['accuracy_by_bytes']:.4f}, chance {answered['chance']:.4f}, "
                 f"{pluralize(answered['questions'], 'question')}"
             )
+        for task in self.generative_tasks:
+            completed = task.evaluate(params, self.should_stop, self.heartbeat, self.same)
+            if completed is None:
+                return {}
+            summary, scored = completed
+            metrics |= summary.metrics(task.name)
+            self.write_completions(number, task.name, scored)
+            self.console.note(f"task {task.name} after step {number}: {summary.text()}")
+            if summary.failures:
+                self.console.note(
+                    f"task {task.name}: the scorer failed for {summary.failures} of {len(scored)} "
+                    f"completions, which have score 0. Last failure: {task.last_failure}"
+                )
+        if self.harness is not None and self.harness.is_due(number):
+            measured = self.harness.evaluate(params, self.same, first=self.is_first_process)
+            if measured is None:
+                return {}
+            metrics |= measured
+            for tag, value in measured.items():
+                self.console.note(f"{tag} after step {number}: {value:.4f}")
         return metrics
 
     def _losses(

@@ -24,44 +24,18 @@ from maxpipe.config.yaml_values import to_yaml_line
 from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import Code, ConfigError, MaxpipeError
-from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
+from maxpipe.evals.language_model import LanguageModel, RequestModel, ScoringTokenizer
 from maxpipe.generation.load_model import open_model
 from maxpipe.huggingface.folder import resolve_model
 
 
-@register_model("maxpipe")
-class HarnessModel(LM):
-    """A harness model that is loaded from a checkpoint or a Hugging Face folder."""
+class RequestHarnessModel(LM):
+    """A harness model that passes requests to a `RequestModel`."""
 
-    def __init__(
-        self,
-        pretrained: str,
-        batch_size: int | str = 16,
-        max_batch_size: int | None = None,
-        device: str | None = None,
-        **overrides: Any,
-    ):
-        """Open a model and load its parameters.
-
-        Args:
-            pretrained: RUN, RUN@STEP or a folder, as for `maxpipe generate`.
-            batch_size: Sequences per batch; `auto` means 16.
-            max_batch_size: Ignored, because maxpipe does not search for the largest batch size that
-                fits.
-            device: Ignored, because jax uses the available devices.
-            overrides: Config keys and their values, such as `mesh.ici_tensor`.
-
-        Raises:
-            ConfigError: the model does not exist, or the overrides are not valid for the model.
-            StorageError: the checkpoint is damaged.
-        """
+    def __init__(self, requests: RequestModel, name: str):
         super().__init__()
-        inputs = [f"{key}={to_yaml_line(value)}" for key, value in overrides.items()]
-        opened = open_model(resolve_model(pretrained), inputs)
-        self._tokenizer, self._name = opened.tokenizer, opened.name
-        self._texts = ScoringTokenizer(opened.tokenizer, opened.max_length)
-        rows = 16 if str(batch_size).startswith("auto") else int(batch_size)
-        self._requests = LanguageModel(opened.load(_say), self._texts, rows)
+        self._requests, self._texts, self._name = requests, requests.texts, name
+        self._tokenizer = requests.texts.tokenizer
 
     # Requests. The harness may cache responses through its hook.
 
@@ -125,6 +99,39 @@ class HarnessModel(LM):
             add_generation_prompt=add_generation_prompt,
         )
         return text
+
+
+@register_model("maxpipe")
+class HarnessModel(RequestHarnessModel):
+    """A harness model that is loaded from a checkpoint or a Hugging Face folder."""
+
+    def __init__(
+        self,
+        pretrained: str,
+        batch_size: int | str = 16,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **overrides: Any,
+    ):
+        """Open a model and load its parameters.
+
+        Args:
+            pretrained: RUN, RUN@STEP or a folder, as for `maxpipe generate`.
+            batch_size: Sequences per batch; `auto` means 16.
+            max_batch_size: Ignored, because maxpipe does not search for the largest batch size that
+                fits.
+            device: Ignored, because jax uses the available devices.
+            overrides: Config keys and their values, such as `mesh.ici_tensor`.
+
+        Raises:
+            ConfigError: the model does not exist, or the overrides are not valid for the model.
+            StorageError: the checkpoint is damaged.
+        """
+        inputs = [f"{key}={to_yaml_line(value)}" for key, value in overrides.items()]
+        opened = open_model(resolve_model(pretrained), inputs)
+        texts = ScoringTokenizer(opened.tokenizer, opened.max_length)
+        rows = 16 if str(batch_size).startswith("auto") else int(batch_size)
+        super().__init__(LanguageModel(opened.load(_say), texts, rows), opened.name)
 
 
 def _say(text: str) -> None:

@@ -9,11 +9,12 @@ Source: the three request types are those of lm-evaluation-harness.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import Code, ConfigError, DivergenceError
 from maxpipe.generation.completions import (
     Completion,
+    DecodeEngineProtocol,
     GenerationLimits,
     Prompt,
     complete,
@@ -207,7 +209,7 @@ class Scorer:
         with jax.set_mesh(mesh):
             placed = jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
             logprobs, best = jax.device_get(self._program(self.weights.params, placed))
-        return [_score(row, logprobs[number], best[number]) for number, row in enumerate(rows)]
+        return [to_score(row, logprobs[number], best[number]) for number, row in enumerate(rows)]
 
     @cached_property
     def _program(self) -> Any:
@@ -251,7 +253,13 @@ def _score_batch(decoder: Decoder, params: Any, batch: Any) -> tuple[jax.Array, 
     return tuple(jnp.moveaxis(each, 0, 1).reshape(count, width) for each in found)  # pyright: ignore[reportReturnType]
 
 
-def _score(row: ScoringSequence, logprobs: np.ndarray, best: np.ndarray) -> Score:
+def to_score(row: ScoringSequence, logprobs: np.ndarray, best: np.ndarray) -> Score:
+    """Return the score of a sequence from arrays `[T]`: the log-probability of each target, and
+    whether the target is the most likely token.
+
+    Raises:
+        DivergenceError: the outputs of the model are not finite.
+    """
     mine = row.target_positions
     logprob = float(logprobs[mine].sum(dtype=np.float64))
     if not math.isfinite(logprob):
@@ -276,20 +284,31 @@ _KNOWN_SETTINGS = {
 }
 
 
-@dataclass
-class LanguageModel:
-    """A model that processes harness requests."""
+class RequestModel(abc.ABC):
+    """Processes harness requests with a model that scores sequences and generates tokens."""
 
-    weights: LoadedModel
-    texts: ScoringTokenizer
-    batch_size: int = 16
-    should_stop: Callable[[], bool] = lambda: False
-    """Function that returns whether to raise KeyboardInterrupt; called while no device is busy."""
-    _scorer: Scorer = field(init=False)
-    _decodings: dict[Sampling, DecodeEngine] = field(default_factory=dict, init=False)
+    def __init__(
+        self,
+        texts: ScoringTokenizer,
+        batch_size: int = 16,
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
+        """Set the tokenizer and the number of sequences per batch.
 
-    def __post_init__(self) -> None:
-        self._scorer = Scorer(self.weights, self.batch_size)
+        `should_stop` returns whether to raise KeyboardInterrupt. It is called while no device is
+        busy.
+        """
+        self.texts, self.batch_size, self.should_stop = texts, batch_size, should_stop
+
+    @abc.abstractmethod
+    def score(
+        self, rows: Sequence[ScoringSequence], moved: Callable[[int], object] = lambda done: None
+    ) -> list[Score]:
+        """Score sequences. `moved` is called with the number of finished sequences."""
+
+    @abc.abstractmethod
+    def decoding(self, sampling: Sampling) -> tuple[DecodeEngineProtocol, Any]:
+        """Return a decode engine, and the parameters in the layout that it requires."""
 
     # Likelihoods.
 
@@ -305,7 +324,7 @@ class LanguageModel:
             DivergenceError: the outputs of the model are not finite.
         """
         rows = [self.texts.truncate(self.texts.sequence(*pair)) for pair in pairs]
-        return self._scorer.score(rows, stops=self.should_stop, moved=moved)
+        return self.score(rows, moved)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log-likelihood of each text. Texts may have any length.
@@ -318,7 +337,7 @@ class LanguageModel:
         """
         windows = [self.texts.windows(text) for text in texts]
         rows = [row for mine in windows for row in mine]
-        scores = iter(self._scorer.score(rows, stops=self.should_stop))
+        scores = iter(self.score(rows))
         return [sum(next(scores).logprob for _ in mine) for mine in windows]
 
     # Continuations.
@@ -347,25 +366,17 @@ class LanguageModel:
             found[done.prompt.number] = done.text
 
         for (sampling, limits), prompts in groups.items():
-            if sampling not in self._decodings:
-                decoder, _, mesh = self.weights
-                self._decodings[sampling] = DecodeEngine(decoder, mesh, sampling, seed=0)
-            given = (
-                self._decodings[sampling],
-                self._unstacked_params,
+            engine, params = self.decoding(sampling)
+            complete(
+                engine,
+                params,
                 self.texts.tokenizer,
                 prompts,
+                limits,
+                write=write,
+                stops=self.should_stop,
             )
-            complete(*given, limits, write=write, stops=self.should_stop)
         return found
-
-    @cached_property
-    def _unstacked_params(self) -> Any:
-        """Parameters for decoding, with a separate array per layer.
-
-        Slices of arrays that are stacked over layers would be copied for every token.
-        """
-        return self.weights.decoder.by_layer(self.weights.params)
 
     def _parse_settings(self, settings: Mapping[str, Any]) -> tuple[Sampling, GenerationLimits]:
         where = "generation settings"
@@ -393,3 +404,37 @@ class LanguageModel:
         stops, ids = parse_stops(texts, self.texts.tokenizer, f"{where}: until")
         limits = GenerationLimits(most, self.texts.max_length, stops, self.batch_size, stop_ids=ids)
         return Sampling(temperature=temperature, **chosen), limits
+
+
+class LanguageModel(RequestModel):
+    """A model on a mesh without pipeline stages that processes harness requests."""
+
+    def __init__(
+        self,
+        weights: LoadedModel,
+        texts: ScoringTokenizer,
+        batch_size: int = 16,
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
+        super().__init__(texts, batch_size, should_stop)
+        self.weights, self._scorer = weights, Scorer(weights, batch_size)
+        self._decodings: dict[Sampling, DecodeEngine] = {}
+
+    def score(
+        self, rows: Sequence[ScoringSequence], moved: Callable[[int], object] = lambda done: None
+    ) -> list[Score]:
+        return self._scorer.score(rows, stops=self.should_stop, moved=moved)
+
+    def decoding(self, sampling: Sampling) -> tuple[DecodeEngineProtocol, Any]:
+        if sampling not in self._decodings:
+            decoder, _, mesh = self.weights
+            self._decodings[sampling] = DecodeEngine(decoder, mesh, sampling, seed=0)
+        return self._decodings[sampling], self._unstacked_params
+
+    @cached_property
+    def _unstacked_params(self) -> Any:
+        """Parameters for decoding, with a separate array per layer.
+
+        Slices of arrays that are stacked over layers would be copied for every token.
+        """
+        return self.weights.decoder.by_layer(self.weights.params)

@@ -282,10 +282,13 @@ def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
 
 
 @contextlib.contextmanager
-def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
+def result_writer(
+    path: str | None, where: str, kind: type[Any] = QuestionResult
+) -> Iterator[Callable[[Any], None]]:
     """Yield a function that writes results to a file, one JSON object per line.
 
-    If no path is set, results are discarded. A file with earlier results is overwritten.
+    If no path is set, results are discarded. A file with earlier results, whose first line has the
+    type `kind`, is overwritten.
 
     Raises:
         ConfigError: the path exists and is not a results file (for example, the questions file).
@@ -300,7 +303,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
         return StorageError.unwritable(f"{where} = {path}", error, action)
 
     try:
-        if not _is_replaceable(path):
+        if not _is_replaceable(path, kind):
             rule = "must be a new file, or a file with earlier results."
             raise ConfigError.one(
                 Code.CLI_OUTPUT, where, path, rule, "Use another path, or delete the file first."
@@ -311,7 +314,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
     # Unbuffered, because a failed write to a full disk would otherwise be repeated at close.
     with open(descriptor, "wb", buffering=0) as stream:
 
-        def write(result: QuestionResult) -> None:
+        def write(result: Any) -> None:
             line = memoryview(f"{json.dumps(result)}\n".encode())
             try:
                 while line:
@@ -322,7 +325,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
         yield write
 
 
-def _is_replaceable(path: str) -> bool:
+def _is_replaceable(path: str, kind: type[Any]) -> bool:
     """Return True if it is safe to overwrite the path: no file, an empty file or earlier results.
 
     Raises:
@@ -334,7 +337,7 @@ def _is_replaceable(path: str) -> bool:
     except FileNotFoundError:
         return True
     with contextlib.suppress(ValueError):
-        return not first or bool(parse_json(first, QuestionResult))
+        return not first or bool(parse_json(first, kind))
     return False
 
 
@@ -389,33 +392,16 @@ class Task:
 
         The evaluation step returns one sum per sequence.
         """
-        config = self._config
-        # As in generation, expert capacity is unlimited, so that sequences are independent.
-        own: Any = config.model.own
-        if getattr(own, "capacity_factor", 0):
-            own = dataclasses.replace(own, capacity_factor=0.0)
         pairs = [
             each
             for one in self._multiple_choice.questions
             for each in self._multiple_choice.continuations(one)
         ]
         longest = max(self._texts.sequence(*pair).length for pair in pairs)
-        config = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, own=own),
-            # Keep the layer partition of training, which may depend on the sequence length.
-            pipeline=dataclasses.replace(
-                config.pipeline, layers_per_chunk=list(steps.param_layout.layout.layer_partition)
-            ),
+        lengths = self._tokenizer.byte_lengths
+        return build_scoring_steps(
+            self._config, steps, lengths, longest, num_sources=self.batch_size
         )
-        fitting = (
-            each
-            for tokens in _halved_lengths(config.train.sequence_length)
-            if tokens >= longest and not check(each := _with_sequence_length(config, tokens), {})
-        )
-        whole = _with_sequence_length(config, config.train.sequence_length)
-        mesh, lengths = steps.param_layout.mesh, self._tokenizer.byte_lengths
-        return steps_from_config(next(fitting, whole), mesh, lengths, num_sources=self.batch_size)
 
     # Implementation of `LoglikelihoodModel`.
 
@@ -468,6 +454,41 @@ class Task:
         if not all(math.isfinite(each) for one in results for each in one["loglikelihoods"]):
             found["accuracy"] = found["accuracy_by_bytes"] = math.nan
         return found
+
+
+def build_scoring_steps(
+    config: Config, steps: Steps, byte_lengths: np.ndarray, longest: int, *, num_sources: int = 0
+) -> Steps:
+    """Return steps that evaluate separate sequences with the parameters of a run.
+
+    Args:
+        config: config of the run.
+        steps: steps of the run, whose layer partition is kept.
+        byte_lengths: byte length of each token's text.
+        longest: length in tokens of the longest sequence. The steps have the shortest length that
+            fits and divides the sequence length of the run.
+        num_sources: number of sums that the evaluation step returns; 0 returns one sum.
+    """
+    # As in generation, expert capacity is unlimited, so that sequences are independent.
+    own: Any = config.model.own
+    if getattr(own, "capacity_factor", 0):
+        own = dataclasses.replace(own, capacity_factor=0.0)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, own=own),
+        # Keep the layer partition of training, which may depend on the sequence length.
+        pipeline=dataclasses.replace(
+            config.pipeline, layers_per_chunk=list(steps.param_layout.layout.layer_partition)
+        ),
+    )
+    fitting = (
+        each
+        for tokens in _halved_lengths(config.train.sequence_length)
+        if tokens >= longest and not check(each := _with_sequence_length(config, tokens), {})
+    )
+    whole = _with_sequence_length(config, config.train.sequence_length)
+    mesh = steps.param_layout.mesh
+    return steps_from_config(next(fitting, whole), mesh, byte_lengths, num_sources=num_sources)
 
 
 class StoppedError(Exception):

@@ -62,6 +62,10 @@ class WorkerProcess:
         """
         return self._process.poll()
 
+    def kill(self) -> None:
+        """Kill the worker process from any thread. A pending request raises OSError."""
+        self._process.kill()
+
     def request(self, line: bytes, seconds: float) -> bytes:
         """Write a request line and return the response line.
 

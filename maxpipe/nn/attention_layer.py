@@ -311,6 +311,9 @@ class Attention(SpecModule):
             soft_cap=part.soft_cap,
             sinks=self.sinks[...] if part.sinks else None,
         )
+        if context.recorder is not None:
+            context.recorder.record_attention(query, key, mask)
+        context.record("value", value)
         cache = context.cache
         if cache is not None:
             cache = cache.append(key, value, segments, positions)

@@ -33,6 +33,7 @@ from maxpipe.models.layers import (
 from maxpipe.models.param_names import unflatten
 from maxpipe.models.registry import PLUGIN_MODULES, describe
 from maxpipe.models.spec import Branch, LayerType, Model, Param, Part
+from maxpipe.nn.activation_statistics import ActivationRecorder
 from maxpipe.nn.adapters import apply_adapters, complete_params
 from maxpipe.nn.attention_layer import Attention
 from maxpipe.nn.experts import Experts
@@ -49,7 +50,7 @@ from maxpipe.nn.module import (
 )
 from maxpipe.nn.per_layer_input import PerLayerInput
 from maxpipe.parallel import scopes
-from maxpipe.parallel.collectives import local_positions
+from maxpipe.parallel.collectives import Statistic, local_positions
 from maxpipe.parallel.lora_weight import dropout
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain, shard_embeddings_by_batch
@@ -119,6 +120,7 @@ class Block(nnx.Module):
         for number, branch in enumerate(branches):
             output = self._branch(branch, x, replace(context, carried=carried))
             change = output.x
+            context.record(f"output.{branch.name}", change)
             carried |= output.carried
             losses |= output.losses
             statistics |= output.statistics
@@ -134,11 +136,14 @@ class Block(nnx.Module):
                 places = local_positions(x.shape[1])
                 change = dropout(change, branch.dropout, keys[:, number], places)
             x = split.split_tokens(x + (change if branch.scale == 1.0 else change * branch.scale))
+            context.record(f"residual.{branch.name}", x)
         if self.layer_type.output_scale is not None:
             x = self.output(x)
         if carried:
             parts = [self._whole(part, split) for part in (x, *carried.values())]
             x = self._whole(jnp.concatenate(parts, axis=-1), split)
+        if context.recorder is not None:
+            statistics |= context.recorder.statistics
         return Output(x, losses, statistics, cache)
 
     def _divide(
@@ -234,7 +239,7 @@ _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
 Losses = Mapping[str, Float[Array, ""]]
-Statistics = Mapping[str, Array]
+Statistics = Mapping[str, Statistic]
 
 
 class DecoderOutput(NamedTuple):
@@ -257,6 +262,10 @@ class Decoder:
 
     config: ModelConfig
     rules: AxisRules
+    records_activations: bool = False
+    """Whether layers report statistics of their activations."""
+    records_histograms: bool = False
+    """Whether these statistics include histograms."""
 
     @cached_property
     def model(self) -> Model:
@@ -384,8 +393,10 @@ class Decoder:
         return output._replace(statistics=statistics)
 
     def _context(self, inputs: Params, index: Array, cache: Any = None) -> LayerContext:
-        low = make_quantizer(self.config)
-        return LayerContext(inputs, index, self.model.values, cache, low)
+        low, recorder = make_quantizer(self.config), None
+        if self.records_activations:
+            recorder = ActivationRecorder(inputs, histograms=self.records_histograms)
+        return LayerContext(inputs, index, self.model.values, cache, low, recorder=recorder)
 
     @cached_property
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:

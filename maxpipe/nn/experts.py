@@ -296,7 +296,14 @@ class Experts(SpecModule):
         out, lost = self._apply_experts(x, routes, context)
         out = split.reduce_scatter_tokens(out)
         if self.part.shared is not None:
-            always = gated_mlp(shards, self, self.part.shared.function, split, "shared_")
+            always = gated_mlp(
+                shards,
+                self,
+                self.part.shared.function,
+                split,
+                "shared_",
+                recorder=context.recorder,
+            )
             if self.part.shared_gated:
                 weight = self.shared_weight[...].astype(x.dtype)
                 always *= jax.nn.sigmoid(jnp.einsum("btd,d->bt", shards, weight))[..., None]
@@ -304,6 +311,8 @@ class Experts(SpecModule):
         mask = context.inputs.get("loss_mask")
         if mask is None:
             return Output(out)
+        if context.recorder is not None:
+            context.recorder.record_router(routes.probabilities, mask)
         return Output(out, *compute_router_metrics(routes, lost, mask, part.load_balance_scope))
 
     def _apply_experts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -63,7 +62,7 @@ class LatentAttention(SpecModule):
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
         cache = context.cache
         if cache is None:
-            mixed = self._expanded(query, small, turned, mask, context.inputs, split)
+            mixed = self._expanded(query, small, turned, mask, context, split)
         else:
             mixed, cache = self._absorbed(query, small, turned, mask, positions, cache)
         out = split.row_parallel(mixed, self.out[...].astype(dtype), part.params["out"].axes)
@@ -110,7 +109,7 @@ class LatentAttention(SpecModule):
         small: Float[Array, "B T r"],
         turned: Float[Array, "B T 1 h"],
         mask: Mask,
-        inputs: Mapping[str, Any],
+        context: LayerContext,
         split: SequenceParallel,
     ) -> Float[Array, "B T N v"]:
         """Compute attention with explicit keys and values for each head."""
@@ -120,7 +119,11 @@ class LatentAttention(SpecModule):
         key = jnp.concatenate([everywhere, keys], axis=-1)
         key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
         value = checkpoint_name(constrain(value, _HEADS, self.rules), "value")
-        return attend(BACKENDS[self.part.backend], query, key, value, mask, inputs, self.rules)
+        if context.recorder is not None:
+            context.recorder.record_attention(query, key, mask)
+        context.record("value", value)
+        inputs, backend = context.inputs, BACKENDS[self.part.backend]
+        return attend(backend, query, key, value, mask, inputs, self.rules)
 
     def _absorbed(
         self,

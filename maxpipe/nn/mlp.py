@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from maxpipe.models.layers import mlp
+from maxpipe.nn.activation_statistics import ActivationRecorder
 from maxpipe.nn.module import LayerContext, Output, SpecModule
 from maxpipe.parallel import quantized_matmul
 from maxpipe.parallel.quantized_matmul import (
@@ -96,6 +97,7 @@ def gated_mlp(
     split: SequenceParallel,
     prefix: str = "",
     largest: Float[Array, "B T 1"] | None = None,
+    recorder: ActivationRecorder | None = None,
 ) -> Float[Array, "B T D"]:
     """Compute a gated MLP with the parameters of `module` whose names start with the prefix."""
     gate, up, down = (
@@ -109,6 +111,8 @@ def gated_mlp(
     gate, up = checkpoint_name(gate, f"{prefix}gate"), checkpoint_name(up, f"{prefix}up")
     hidden = gated_activation(gate, up, function, in_8_bits=split.quantizer is not None)
     hidden = constrain(hidden, (None, None, "mlp"), split.rules)
+    if recorder is not None:
+        recorder.record_hidden(f"{prefix}hidden", hidden)
     return split.row_parallel(hidden, down, _UP_AXES[::-1])
 
 
@@ -220,4 +224,5 @@ class GatedMLP(SpecModule):
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """Apply the MLP, `[B, T, D] -> [B, T, D]`."""
         split = context.split(self.rules)
-        return Output(gated_mlp(x, self, self.part.function, split, largest=context.max_abs))
+        function, largest, recorder = self.part.function, context.max_abs, context.recorder
+        return Output(gated_mlp(x, self, function, split, largest=largest, recorder=recorder))

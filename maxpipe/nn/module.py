@@ -14,6 +14,8 @@ from jaxtyping import Float, Int
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import mlp
 from maxpipe.models.spec import Number, Part
+from maxpipe.nn.activation_statistics import ActivationRecorder
+from maxpipe.parallel.collectives import Statistic
 from maxpipe.parallel.quantized_matmul import MatmulQuantizer
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules
@@ -39,6 +41,13 @@ class LayerContext:
     max_abs: Float[Array, "B T 1"] | None = None
     """Largest activation magnitude of each input token. Set if matmuls use 8 bits and the preceding
     norm computes these magnitudes."""
+    recorder: ActivationRecorder | None = None
+    """Recorder of activation statistics, or None in steps without layer statistics."""
+
+    def record(self, name: str, x: Float[Array, "B T *dims"]) -> None:
+        """Record the statistics of an activation, if there is a recorder."""
+        if self.recorder is not None:
+            self.recorder.record(name, x)
 
     def number(self, number: Number) -> float | Float[Array, ""]:
         """Return `number`, or this layer's value if `number` is the name of a per-layer value."""
@@ -78,8 +87,8 @@ class Output(NamedTuple):
     x: Float[Array, "B T D"]
     losses: Mapping[str, Float[Array, ""]] = {}
     """Float32 losses, summed over target tokens."""
-    statistics: Mapping[str, Array] = {}
-    """Statistics, summed over tokens, with gradients stopped."""
+    statistics: Mapping[str, Statistic] = {}
+    """Statistics, which are sums or maxima over tokens, with gradients stopped."""
     cache: Any = None
     """Cache that includes the tokens of this step. Set only in decoding."""
     carried: Mapping[str, Float[Array, "B T size"]] = {}

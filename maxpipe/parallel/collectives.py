@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +162,59 @@ def max_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """Return the maximum over all devices along these axes, replicated on each of them."""
     present = _manual_axes(axes)
     return lax.pmax(x, present) if present else x
+
+
+class Maximum(NamedTuple):
+    """Statistic of a layer that is combined over tokens by its maximum instead of by its sum."""
+
+    value: Array
+
+
+Statistic = Array | Maximum
+"""Statistic that a layer reports for its tokens: a sum, or a `Maximum`."""
+
+
+def empty_statistic(like: Any, *leading: int) -> Statistic:
+    """Return the float32 statistic of no tokens, with the shape of `like` after leading dims."""
+    if isinstance(like, Maximum):
+        return Maximum(jnp.full((*leading, *like.value.shape), -jnp.inf, jnp.float32))
+    return jnp.zeros((*leading, *like.shape), jnp.float32)
+
+
+def add_statistic(total: Statistic, found: Any, index: Array, counts: Array | None) -> Statistic:
+    """Return the totals `[n, ...]` with the statistic of more tokens added at `index`, unless
+    `counts` is false.
+    """
+    if isinstance(total, Maximum):
+        found, combine, nothing = found.value, jnp.maximum, -jnp.inf
+        return Maximum(_combine_at(total.value, found, index, counts, combine, nothing))
+    return _combine_at(total, found, index, counts, jnp.add, 0)
+
+
+def _combine_at(
+    total: Array,
+    found: Array,
+    index: Array,
+    counts: Array | None,
+    combine: Callable[[Array, Array], Array],
+    nothing: float,
+) -> Array:
+    found = found.astype(jnp.float32)
+    found = found if counts is None else jnp.where(counts, found, nothing)
+    old = lax.dynamic_index_in_dim(total, index, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(total, combine(old, found), index, 0)
+
+
+def reduce_statistic(statistic: Statistic, axes: str | Sequence[str]) -> Statistic:
+    """Return the statistic of the tokens of all devices along these axes."""
+    if isinstance(statistic, Maximum):
+        return Maximum(max_over(statistic.value, axes))
+    return sum_over(statistic, axes)
+
+
+def map_statistics(run: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply `run` to each statistic of a tree."""
+    return jax.tree.map(run, tree, *others, is_leaf=lambda node: isinstance(node, Maximum))
 
 
 def broadcast_from(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:

@@ -21,7 +21,16 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.parallel import scopes
-from maxpipe.parallel.collectives import axis_index, broadcast_from, mark_varying, sum_over
+from maxpipe.parallel.collectives import (
+    Statistic,
+    add_statistic,
+    axis_index,
+    broadcast_from,
+    empty_statistic,
+    map_statistics,
+    mark_varying,
+    sum_over,
+)
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline.prologue import Embedding
 from maxpipe.pipeline.slots import Reports, read_slot, write_slot
@@ -58,7 +67,7 @@ class MtpLayerFns(NamedTuple):
     output.
     """
 
-    layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
+    layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Statistic]]]
     """Function that maps (one head's parameters, x, embeddings of later tokens [B, T, D], inputs,
     head index, key) to (output, losses, statistics).
 
@@ -90,7 +99,7 @@ class MtpResults(NamedTuple):
         assert reports is not None
         all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
         counted = {
-            name: total.at[number].add(statistics[name].astype(jnp.float32))
+            name: add_statistic(total, statistics[name], number, None)
             for name, total in reports.statistics[MTP].items()
         }
         return self._replace(reports=Reports(all_losses, {MTP: counted}))
@@ -152,13 +161,12 @@ class MtpLossHeads:
             return self._layer(self._params(0), x, x, inputs, jnp.int32(0))[1:]
 
         of_layer, statistics = jax.eval_shape(run, like)
-        sums = {
-            name: mark_varying(jnp.zeros((self.num_heads, *leaf.shape), jnp.float32))
-            for name, leaf in statistics.items()
-        }
-        return MtpResults(
-            losses, Reports({name: mark_varying(jnp.float32(0)) for name in of_layer}, {MTP: sums})
-        )
+
+        def empty(like: Any) -> Statistic:
+            return mark_varying(empty_statistic(like, self.num_heads))
+
+        sums = {name: mark_varying(jnp.float32(0)) for name in of_layer}
+        return MtpResults(losses, Reports(sums, {MTP: map_statistics(empty, statistics)}))
 
     def finish(self, gradients: Tree) -> Tree:
         """Return the gradients of the heads' parameters, summed over all devices and stages."""

@@ -20,7 +20,9 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import (
     axis_index,
     broadcast_from,
+    map_statistics,
     mark_varying,
+    reduce_statistic,
     ring_shift,
     sum_over,
 )
@@ -553,9 +555,9 @@ class StepProgram:
     def finish_reports(self, carry: Buffers) -> Reports:
         """Return the losses, summed over layers and sequences, and the statistics of each layer.
 
-        Statistics are summed over all sequences. The key `layers` contains the ring's layers, `[R,
-        1, L, ...]`; `outside` the prologue, `[layers, ...]`; and `ahead` the MTP layers, `[heads,
-        ...]`.
+        Statistics are sums or maxima over all sequences. The key `layers` contains the ring's
+        layers, `[R, 1, L, ...]`; `outside` the prologue, `[layers, ...]`; and `ahead` the MTP
+        layers, `[heads, ...]`.
         """
         assert carry.reports is not None
         losses = {name: sum_over(loss, STAGE) for name, loss in carry.reports.losses.items()}
@@ -567,13 +569,13 @@ class StepProgram:
         if self.prologue is not None:
             assert carry.outside is not None and carry.outside.reports is not None
             front = carry.outside.reports
-            statistics["outside"] = jax.tree.map(
-                lambda leaf: sum_over(leaf, STAGE), front.statistics
+            statistics["outside"] = map_statistics(
+                lambda each: reduce_statistic(each, STAGE), front.statistics
             )
             for name, loss in front.losses.items():
                 losses[name] = losses.get(name, 0.0) + sum_over(loss, STAGE)
         found = merge_reports(Reports(losses, statistics), carry.ahead)
-        return jax.tree.map(lambda leaf: sum_over(leaf, TOKEN_AXES), found)
+        return map_statistics(lambda each: reduce_statistic(each, TOKEN_AXES), found)
 
     def _stacked(self, kind: str, tree: Tree) -> Tree:
         """Reshape `[R * L, ...]` to `[R, 1, L, ...]`."""

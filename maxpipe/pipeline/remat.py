@@ -32,7 +32,7 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from maxpipe.parallel.collectives import mark_varying
+from maxpipe.parallel.collectives import Statistic, mark_varying
 from maxpipe.parallel.quantized_matmul import is_quantized_weight
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
 
@@ -304,12 +304,12 @@ Tree = Any
 Remat = Literal["chunk", "full", "names", "none"]
 
 
-LayerFn = Callable[..., tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]]]
+LayerFn = Callable[..., tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, Statistic]]]
 """Function that maps (weights, x [B, T, D], inputs, layer index, key) to (output [B, T, D], losses,
 statistics).
 
 Losses are scalars, summed over the target tokens of the sequences. The losses are added to the
-step's sums without a weight, and gradients flow through them. Statistics are arrays summed over
+step's sums without a weight, and gradients flow through them. Statistics are sums or maxima over
 tokens; no gradients flow through them."""
 
 
@@ -392,8 +392,8 @@ class LayerVJP:
     saved: tuple[SavedArray, ...]
     deferred: tuple[SavedArray, ...]
     losses: tuple[str, ...]
-    statistics: dict[str, tuple[int, ...]]
-    """Shapes of the layer's statistics, keyed by name."""
+    statistics: dict[str, Any]
+    """Abstract values of the layer's statistics, keyed by name."""
 
 
 def differentiate_layer(
@@ -467,7 +467,7 @@ def differentiate_layer(
         saved=tuple(SavedArray.from_aval(jax.typeof(leaf)) for leaf in saved),
         deferred=(),
         losses=tuple(losses),
-        statistics={name: leaf.shape for name, leaf in statistics.items()},
+        statistics=jax.tree.map(jax.typeof, statistics),
     )
     return _split_backward(pieces, weights, saved, constants, output) if halves else pieces
 

@@ -22,7 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxpipe.parallel import scopes
-from maxpipe.parallel.collectives import axis_index, mark_varying, with_layout
+from maxpipe.parallel.collectives import (
+    Statistic,
+    add_statistic,
+    axis_index,
+    empty_statistic,
+    map_statistics,
+    mark_varying,
+    with_layout,
+)
 from maxpipe.parallel.mesh import STAGE
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.remat import (
@@ -182,7 +190,7 @@ class Reports(NamedTuple):
 
     losses: dict[str, jax.Array]
     """Float32 scalar losses, keyed by name."""
-    statistics: dict[str, dict[str, jax.Array]]
+    statistics: dict[str, dict[str, Statistic]]
     """Float32 statistics `[R * L, ...]` with one entry per layer, keyed by layer type and name."""
 
 
@@ -270,15 +278,13 @@ class LayerSlots:
         losses = {name for kind in self.layer_types for name in pieces[kind].losses}
         repeats = self.layout.ring.num_repeats
 
-        def zeros(kind: str, shape: tuple[int, ...]) -> jax.Array:
-            return mark_varying(
-                jnp.zeros((repeats * self.max_layers_per_chunk(kind), *shape), jnp.float32)
-            )
+        def empty(kind: str, like: Any) -> Statistic:
+            return mark_varying(empty_statistic(like, repeats * self.max_layers_per_chunk(kind)))
 
         return Reports(
             {name: mark_varying(jnp.float32(0)) for name in sorted(losses)},
             {
-                kind: {name: zeros(kind, shape) for name, shape in pieces[kind].statistics.items()}
+                kind: {name: empty(kind, like) for name, like in pieces[kind].statistics.items()}
                 for kind in self.layer_types
                 if pieces[kind].statistics
             },
@@ -368,15 +374,15 @@ class LayerSlots:
             found = found.astype(jnp.float32)
             return total + (found if counts is None else jnp.where(counts, found, 0))
 
-        def add_at(totals: jax.Array, found: jax.Array) -> jax.Array:
-            return write_slot(totals, index, add(read_slot(totals, index), found))
+        def add_at(totals: Statistic, found: Statistic) -> Statistic:
+            return add_statistic(totals, found, index, counts)
 
         all_losses = reports.losses | {
             name: add(reports.losses[name], found) for name, found in losses.items()
         }
         if not statistics:
             return reports._replace(losses=all_losses)
-        mine = jax.tree.map(add_at, reports.statistics[kind], dict(statistics))
+        mine = map_statistics(add_at, reports.statistics[kind], dict(statistics))
         return Reports(all_losses, reports.statistics | {kind: mine})
 
     def forward(

@@ -44,7 +44,7 @@ from maxpipe.objectives import ON_POLICY, advantages
 from maxpipe.parallel.sharding import local_sequences, make_global_batch
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.weights import replace_subtree
-from maxpipe.rewards.process import RewardFunction
+from maxpipe.rewards.process import RewardFunction, RewardSettings
 from maxpipe.step.step import Steps
 
 
@@ -119,7 +119,7 @@ class Rollouts:
         rows = datasets.train.sequences
         assert isinstance(rows, PromptSequences)
         self._prompts = rows.prompts
-        self._rewards = RewardFunction(grpo_config)
+        self._rewards = RewardFunction(RewardSettings.from_grpo(grpo_config))
         self._rewards.start()  # before any compilation
         self.close = self._rewards.close
         num_rows, self._length = steps.shape

@@ -29,7 +29,7 @@ from maxpipe.schedule.table import ActionKind, Schedule
 
 METADATA_FILE, PROGRAM_FILE = "profile.json", "train_step.hlo.gz"
 TIMELINE_FILE, PICTURE_FILE, PERFETTO_FILE = "timeline.json", "timeline.svg", "perfetto.json"
-MEMORY_FILE = "memory.json"
+MEMORY_FILE, REPORT_FILE = "memory.json", "report.json"
 _TRACES = "plugins/profile"
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_(\d+)")
@@ -298,3 +298,19 @@ def _traces_in(folder: Path) -> Iterator[tuple[int, Path]]:
 def write_results(folder: Path, results: Mapping[str, Any]) -> None:
     """Write the measured timeline as JSON."""
     files.write(folder / TIMELINE_FILE, json.dumps(results, indent=1))
+
+
+def write_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Write the report as JSON, so that other commands need not read the trace."""
+    files.write(folder / REPORT_FILE, json.dumps(report, indent=1))
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """Return the report that was written with a profile, or None if it is missing or damaged."""
+    try:
+        return parse_json(files.read(folder / REPORT_FILE, _MAX_REPORT_BYTES), dict[str, Any])
+    except (OSError, ValueError):
+        return None
+
+
+_MAX_REPORT_BYTES = 1 << 24

@@ -9,7 +9,13 @@ from typing import Any
 from maxpipe.io import files
 from maxpipe.profiles import draw
 from maxpipe.profiles.bubble import Bubble, explain, timeline_json
-from maxpipe.profiles.capture import PERFETTO_FILE, PICTURE_FILE, Capture, write_results
+from maxpipe.profiles.capture import (
+    PERFETTO_FILE,
+    PICTURE_FILE,
+    Capture,
+    write_report,
+    write_results,
+)
 from maxpipe.profiles.memory import memory_lines
 from maxpipe.profiles.report import ProfileReport, summarize
 from maxpipe.profiles.timeline import NoTicksError, Timeline, measure
@@ -28,12 +34,13 @@ class Results:
     """Reason for which there is no timeline."""
 
     def write(self) -> None:
-        """Write the timeline as JSON, as an image and as a trace for Perfetto.
+        """Write the report as JSON, and the timeline as JSON, image and trace for Perfetto.
 
         Raises:
             OSError: a file cannot be written.
         """
         folder, timeline, bubble = self.capture.folder, self.timeline, self.bubble
+        write_report(folder, self.to_json())
         if timeline is None or bubble is None:
             return
         write_results(folder, timeline_json(timeline, bubble, self.capture.metadata))
@@ -48,8 +55,11 @@ class Results:
     def to_json(self, most: int = 10) -> dict[str, Any]:
         """Return the report and the bubble as JSON values."""
         bubble: Mapping[str, Any] | None = self.bubble and self.bubble.to_json()
-        memory = {"memory_bytes": self.capture.memory, "bubble": bubble}
-        return self.report.to_json(most) | memory
+        return self.report.to_json(most) | {
+            "shares_cores": self.capture.metadata.shares_cores,
+            "memory_bytes": self.capture.memory,
+            "bubble": bubble,
+        }
 
     def lines(self, most: int = 10) -> list[str]:
         """Return the report and the bubble as text lines."""

@@ -16,7 +16,12 @@ Record = Mapping[str, Any]
 """A record of the prompt file: the JSON object on one line."""
 Reward = Callable[[str, Record], float]
 
-FIELDS = {"exact": "answer", "regex": "pattern", "arithmetic": "expression"}
+FIELDS = {
+    "exact": "answer",
+    "number": "answer",
+    "regex": "pattern",
+    "arithmetic": "expression",
+}
 """Record field that each built-in reward reads by default."""
 
 _MAX_CHARACTERS = 1000
@@ -46,6 +51,8 @@ def builtin_reward(kind: str, field: str) -> Reward:
     field = field or FIELDS[kind]
     if kind == "exact":
         return lambda text, record: float(text.strip() == read_text(record, field).strip())
+    if kind == "number":
+        return lambda text, record: float(last_number(text) == read_number(record, field))
     if kind == "regex":
         return lambda text, record: float(read_pattern(record, field).search(text) is not None)
     return lambda text, record: float(number(text) == expected_value(record, field))
@@ -57,6 +64,29 @@ def read_text(record: Record, field: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"the record has no string or number `{field}`")
     return str(value)
+
+
+def read_number(record: Record, field: str) -> Fraction:
+    """Return the number in a field of a record; a text may end with the number, as in GSM8K."""
+    found = last_number(read_text(record, field))
+    if found is None:
+        raise ValueError(f"the record's `{field}` contains no number")
+    return found
+
+
+_LAST_NUMBER = re.compile(
+    r"(?<![\w.])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?(?!\w)", re.ASCII
+)
+"""Regular expression for a number in text, with or without separators of thousands."""
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the last number in a text (integer, decimal or fraction), or None without a number.
+
+    Only the last 1,000 characters are searched.
+    """
+    found = _LAST_NUMBER.findall(text[-_MAX_CHARACTERS:].translate(_SIGNS))
+    return number(found[-1].replace(",", "")) if found else None
 
 
 def read_pattern(record: Record, field: str) -> re.Pattern[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from maxpipe.config.sections.grpo import GrpoConfig
@@ -20,7 +21,6 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 from maxpipe.rewards import builtin, worker
 
-_KEY = "grpo.reward_file"
 _START_SECONDS = 60.0
 """Time limit in seconds for loading the file of a reward function, including its imports."""
 _MAX_REPLY_BYTES = 1 << 20
@@ -37,21 +37,51 @@ class _RewardReply(TypedDict, total=False):
     error: str
 
 
+@dataclass(frozen=True)
+class RewardSettings:
+    """Selection of a reward function, which scores completions in training or evaluation."""
+
+    kind: str
+    """Name of a built-in function; ignored if `file` is set."""
+    field: str
+    """Record field that the built-in function reads; empty selects its default."""
+    file: str
+    """Function as `FILE.py:FUNCTION`, or an empty string."""
+    allow_code: bool
+    timeout_seconds: float
+    kind_key: str
+    """Config key or option that sets `kind`, for error messages."""
+    file_key: str
+
+    @classmethod
+    def from_grpo(cls, config: GrpoConfig) -> RewardSettings:
+        """Return the settings of the section `grpo`."""
+        return cls(
+            config.reward,
+            config.reward_field,
+            config.reward_file,
+            config.allow_code,
+            config.reward_timeout_seconds,
+            "grpo.reward",
+            "grpo.reward_file",
+        )
+
+
 class RewardFunction:
     """Compute the rewards of completions with the configured function."""
 
-    def __init__(self, config: GrpoConfig):
-        assert config.allow_code or not config.reward_file, "a config rule requires allow_code"
-        self._config = config
-        self._path, _, self._function = config.reward_file.rpartition(":")
+    def __init__(self, settings: RewardSettings):
+        assert settings.allow_code or not settings.file, "a config rule requires allow_code"
+        self._settings = settings
+        self._path, _, self._function = settings.file.rpartition(":")
         self._process: WorkerProcess | None = None
 
     def fingerprint(self) -> str:
         """Return a string that identifies the function; for a function in a file, it includes the
         file's checksum.
         """
-        if not self._config.reward_file:
-            return f"{self._config.reward} {self._config.reward_field}".strip()
+        if not self._settings.file:
+            return f"{self._settings.kind} {self._settings.field}".strip()
         try:
             content = files.read(self._path, _MAX_FILE_BYTES)
         except OSError as error:
@@ -70,13 +100,13 @@ class RewardFunction:
         process = self.start()
         request = {"completion": completion, "record": record}
         try:
-            reply = self._request(process, request, self._config.reward_timeout_seconds)
+            reply = self._request(process, request, self._settings.timeout_seconds)
             if "reward" not in reply:
                 raise _RewardError("the function returned no reward")
             return reply["reward"]
         except _RewardError as error:
             shown = completion if len(completion) <= _MAX_SHOWN else f"{completion[:_MAX_SHOWN]}..."
-            rule = f"must return a finite number within {self._config.reward_timeout_seconds:g} "
+            rule = f"must return a finite number within {self._settings.timeout_seconds:g} "
             rule += (
                 f"seconds for each completion; for {where} and the completion {shown!r}, {error}."
             )
@@ -104,13 +134,12 @@ class RewardFunction:
             shows_errors=True,
             own_session=True,  # Ctrl-C reaches only the run, which then stops the worker
         )
-        config = self._config
         settings = {
-            "kind": config.reward,
-            "field": config.reward_field,
+            "kind": self._settings.kind,
+            "field": self._settings.field,
             "file": self._path,
             "function": self._function,
-            "seconds": config.reward_timeout_seconds,
+            "seconds": self._settings.timeout_seconds,
             "start_seconds": _START_SECONDS,
         }
         try:
@@ -139,27 +168,29 @@ class RewardFunction:
         return reply
 
     def _config_error(self, rule: str) -> ConfigError:
-        if not self._config.reward_file:
+        if not self._settings.file:
             action = "Correct or remove the record."
-            return ConfigError.one(
-                Code.POST_REWARD, "grpo.reward", self._config.reward, rule, action
-            )
+            key, kind = self._settings.kind_key, self._settings.kind
+            return ConfigError.one(Code.POST_REWARD, key, kind, rule, action)
         action = "Correct the function: `def reward(completion: str, record: dict) -> float`."
-        return ConfigError.one(Code.POST_REWARD, _KEY, self._config.reward_file, rule, action)
+        key, file = self._settings.file_key, self._settings.file
+        return ConfigError.one(Code.POST_REWARD, key, file, rule, action)
 
 
 class _RewardError(Exception):
     """Raised if the worker process or its reward function fails."""
 
 
-def check(config: GrpoConfig, record: Mapping[str, Any]) -> None:
+def check(settings: RewardSettings, record: Mapping[str, Any]) -> None:
     """Raise ValueError if the record lacks a field that the built-in reward requires."""
-    if config.reward_file:
+    if settings.file:
         return
-    field = config.reward_field or builtin.FIELDS[config.reward]
-    if config.reward == "regex":
+    field = settings.field or builtin.FIELDS[settings.kind]
+    if settings.kind == "regex":
         builtin.read_pattern(record, field)
-    elif config.reward == "arithmetic":
+    elif settings.kind == "number":
+        builtin.read_number(record, field)
+    elif settings.kind == "arithmetic":
         builtin.expected_value(record, field)
     else:
         builtin.read_text(record, field)

@@ -24,8 +24,9 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
+from maxpipe.config.sections.layer_stats import LayerStatsConfig
 from maxpipe.distributed.runtime import compiler_options
 from maxpipe.models.spec import Follows, Model
 from maxpipe.nn.decoder import MTP
@@ -43,6 +44,7 @@ from maxpipe.pipeline.weights import replace_subtree
 from maxpipe.schedule.catalog import make_forward_schedule
 from maxpipe.schedule.table import Schedule
 from maxpipe.step import executable
+from maxpipe.step.layer_statistics import collect, recording_engine
 from maxpipe.step.state import DROPOUT_STREAM, StateLayout, TrainState
 
 
@@ -130,10 +132,13 @@ def balance_step(
 
 
 Tree = Any
-Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
+Metrics = dict[str, Any]
 """Metrics, keyed by tag. Training losses are in nats per token, and evaluation losses are sums in
 nats. For a data mixture, evaluation sums are per source `[sources]`, and training metrics also
 include the per-source sums listed in `BY_SOURCE`."""
+LAYER_STATS = "layer_stats"
+"""Key of the layer statistics in the metrics of a train step that records them; see
+`layer_statistics.collect`."""
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
 """Tags of the per-source sums `[sources]` in a training step on a data mixture; see
 `PerSourceSums`."""
@@ -153,6 +158,8 @@ class Steps(StateLayout):
     """Function that returns the schedule for a given number of microbatches."""
     byte_lengths: np.ndarray
     """Byte length of each token's text, indexed by token ID."""
+    layer_stats: LayerStatsConfig | None = None
+    """Statistics that the train step adds to its metrics under `LAYER_STATS`, or None."""
 
     @property
     def objective(self) -> Objective:
@@ -179,6 +186,14 @@ class Steps(StateLayout):
         if rows == self.shape[0]:
             return self
         return replace(self, train_schedule=self.schedules(count), shape=(rows, self.shape[1]))
+
+    def with_layer_statistics(self, config: LayerStatsConfig) -> Steps:
+        """Return the steps whose train step also returns statistics of each layer.
+
+        The losses and the new state are bitwise equal to those of the other train step.
+        """
+        engine = recording_engine(self.engine, self.param_layout, config)
+        return replace(self, engine=engine, layer_stats=config)
 
     def abstract_batch(self, rows: int = 0) -> Tree:
         """Return the shapes and dtypes of a global batch; `rows` defaults to the training batch
@@ -332,7 +347,7 @@ class Steps(StateLayout):
             )
         params = replace_subtree(state.params, new)
         params = apply_balance_updates(model, params, results.statistics, taken)
-        metrics = {
+        metrics: Metrics = {
             "train/loss": results.loss,
             "train/grad_norm": norm,
             "train/lr": rate,
@@ -349,6 +364,9 @@ class Steps(StateLayout):
         statistics = unstack(results.statistics["layers"], results.statistics.get("outside", {}))
         statistics |= {mtp.MTP: results.statistics.get(mtp.MTP, {})}
         metrics |= compute_layer_metrics(model, results.losses, statistics)
+        if self.layer_stats is not None:
+            parts, config = self.param_layout, self.layer_stats
+            metrics[LAYER_STATS] = collect(parts, config, batch, old, new, gradients, statistics)
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:

@@ -25,6 +25,7 @@ class Metric:
 
 _DISTILLED = "with `train.objective=distill`"
 _EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
+_LAYERS = "with `layer_stats.every`"
 _GRPO = "with `train.objective=grpo`"
 _PREFERENCE = "with `train.objective=preference`"
 _PREFERENCE_METRICS = {
@@ -248,6 +249,32 @@ METRICS = (
         "after an evaluation, with `eval.tasks`",
     ),
     Metric(
+        "eval/NAME/score",
+        "",
+        "Mean score of the completions of the generative task NAME in `eval.generative_tasks`.",
+        "after an evaluation, with `eval.generative_tasks`",
+    ),
+    Metric(
+        "eval/NAME/pass_at_K",
+        "fraction",
+        "Estimated probability that at least one of K completions of a prompt has a score of at "
+        "least 1, averaged over the prompts (arXiv:2107.03374). K is 1, 2, 4, ..., and the number "
+        "of completions per prompt.",
+        "with `eval.generative_tasks.NAME.samples` above 1",
+    ),
+    Metric(
+        "eval/NAME/truncated",
+        "fraction",
+        "Fraction of completions that end at `eval.generative_tasks.NAME.max_tokens`.",
+        "after an evaluation, with `eval.generative_tasks`",
+    ),
+    Metric(
+        "harness/TASK/METRIC",
+        "",
+        "Metric of a task of lm-evaluation-harness, such as `harness/hellaswag/acc_norm`.",
+        "after an evaluation, with `eval.harness_tasks`",
+    ),
+    Metric(
         "perf/step_s",
         "seconds",
         "Mean step time since the previous record, excluding evaluation and checkpointing.",
@@ -277,6 +304,31 @@ METRICS = (
         "Percentage of idle slots in the pipeline schedule; see `maxpipe schedule`.",
     ),
     Metric(
+        "layers/activation_max",
+        "",
+        "Largest magnitude of any recorded activation in the newest record of `layers.jsonl`. All "
+        "metrics of the group `layers` refer to this record.",
+        _LAYERS,
+    ),
+    Metric("layers/activation_max_layer", "", "Index of the layer with this activation.", _LAYERS),
+    Metric(
+        "layers/attention_logit_max",
+        "",
+        "Largest attention logit of the sampled queries, over all layers.",
+        _LAYERS,
+    ),
+    Metric(
+        "layers/update_ratio_max",
+        "",
+        "Largest ratio of the norm of an update to the norm of its parameter, over all parameters "
+        "in layers.",
+        _LAYERS,
+    ),
+    Metric("layers/update_ratio_max_layer", "", "Index of the layer with this ratio.", _LAYERS),
+    Metric(
+        "layers/update_ratio_min", "", "Smallest ratio, defined as `update_ratio_max`.", _LAYERS
+    ),
+    Metric(
         "perf/bubble",
         "fraction",
         "Measured fraction of the tick loop during which stages are idle, from the latest profile; "
@@ -303,6 +355,8 @@ CHARTS = (
     ("source loss", ("source/NAME/loss", "source/NAME/eval_loss")),
     ("validation set loss", ("eval/NAME/loss",)),
     ("task accuracy", ("eval/NAME/accuracy",)),
+    ("task score", ("eval/NAME/score",)),
+    ("harness", ("harness/TASK/METRIC",)),
     ("reward margin", ("train/margin", "eval/margin")),
     ("reward accuracy", ("train/accuracy", "eval/accuracy")),
     ("throughput", ("perf/tokens_per_s",)),
@@ -316,13 +370,26 @@ CHARTS = (
 name."""
 
 
+def tag_pattern(tag: str) -> str:
+    """Return a regular expression that matches the tags of a declared metric. NAME, TASK and
+    METRIC match any name, and `_K` any number.
+    """
+    names = re.sub(r"\b(NAME|TASK|METRIC)\b", "[^/]+", tag.replace(".", r"\."))
+    return re.sub(r"_K\b", r"_[0-9]+", names)
+
+
+def metric_of(tag: str) -> Metric | None:
+    """Return the declaration of a metric, or None if it is unknown."""
+    for metric in METRICS:
+        if re.fullmatch(tag_pattern(metric.tag), tag):
+            return metric
+    return None
+
+
 def unit_of(tag: str) -> str:
     """Return the unit of a metric, or "" if it has none or is unknown."""
-    for metric in METRICS:
-        pattern = re.escape(metric.tag).replace("NAME", "[^/]+")
-        if re.fullmatch(pattern, tag):
-            return metric.unit
-    return ""
+    metric = metric_of(tag)
+    return metric.unit if metric else ""
 
 
 def table() -> str:

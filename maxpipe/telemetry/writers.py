@@ -23,21 +23,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from maxpipe.config.config_files import (
     EVENTS_FILE,
+    LAYERS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     TENSORBOARD_FOLDER,
 )
 from maxpipe.io import files, redact
 from maxpipe.io.typed_json import parse_json
-from maxpipe.telemetry.metrics import CHARTS
+from maxpipe.telemetry.metrics import CHARTS, tag_pattern
 
 if TYPE_CHECKING:
     from maxpipe.schedule.canvas import Canvas
 
+MAX_LAYERS_LINE_BYTES = 1 << 28
+"""Maximum length of a record in `layers.jsonl`; histograms of large models need many megabytes."""
 _SCALE = 3
 """Number of PNG pixels per drawing unit, chosen so that images are sharp at full size."""
 
@@ -48,7 +51,7 @@ def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
     return tuple(
         title
         for title, shown in CHARTS
-        if any(re.fullmatch(_pattern(each), tag) for each in shown for tag in tags)
+        if any(re.fullmatch(tag_pattern(each), tag) for each in shown for tag in tags)
     )
 
 
@@ -64,15 +67,10 @@ def charts(chosen: Collection[str]) -> Any:
     category = layout.Category(title="training")
     for title, tags in CHARTS:
         if title in chosen:
-            content = layout.MultilineChartContent(tag=[f"^{_pattern(tag)}$" for tag in tags])
+            content = layout.MultilineChartContent(tag=[f"^{tag_pattern(tag)}$" for tag in tags])
             category.chart.append(layout.Chart(title=title, multiline=content))
     text = layout.Layout(category=[category]).SerializeToString()
     return _tensor(metadata.CONFIG_SUMMARY_TAG, metadata.create_summary_metadata(), [text])
-
-
-def _pattern(tag: str) -> str:
-    """Return the regular expression for a tag in which NAME matches any name."""
-    return tag.replace("NAME", "[^/]+")
 
 
 def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:
@@ -84,13 +82,37 @@ def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:
 
 def image(tag: str, drawing: Canvas, description: str = "") -> Any:
     """Return an image summary for the "Images" tab, which shows the description next to the tag."""
-    from tensorboard.plugins.image import metadata
-
     file = BytesIO()
     drawing.png(file, _SCALE)
-    size = [str(round(_SCALE * each)).encode() for each in (drawing.width, drawing.height)]
+    size = round(_SCALE * drawing.width), round(_SCALE * drawing.height)
+    return png_image(tag, file.getvalue(), size, description)
+
+
+def png_image(tag: str, png: bytes, size: tuple[int, int], description: str = "") -> Any:
+    """Return an image summary of a PNG file, whose size is (width, height) in pixels."""
+    from tensorboard.plugins.image import metadata
+
     about = metadata.create_summary_metadata(display_name=tag, description=description)
-    return _tensor(tag, about, [*size, file.getvalue()])
+    return _tensor(tag, about, [*(str(each).encode() for each in size), png])
+
+
+def histogram(tag: str, edges: Sequence[float], counts: Sequence[float]) -> Any:
+    """Return a histogram summary for the "Histograms" tab; there is one more edge than counts."""
+    from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+    from tensorboard.plugins.histogram import metadata
+
+    modules: Any = (summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2)
+    summaries, tensors, shapes, types = modules
+    shape = shapes.TensorShapeProto()
+    shape.dim.add(size=len(counts))
+    shape.dim.add(size=3)
+    rows = zip(edges[:-1], edges[1:], counts, strict=True)
+    tensor = tensors.TensorProto(dtype=types.DT_DOUBLE, tensor_shape=shape)
+    tensor.double_val.extend(value for row in rows for value in row)
+    about = metadata.create_summary_metadata(display_name=tag, description="")
+    summary = summaries.Summary()
+    summary.value.add(tag=tag, metadata=about, tensor=tensor)
+    return summary
 
 
 def _tensor(tag: str, metadata: Any, values: Sequence[bytes]) -> Any:
@@ -189,6 +211,18 @@ def _json_value(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class RecordObserver(Protocol):
+    """Receives the records of `metrics.jsonl` after they are written. Calls must not block."""
+
+    def restart(self, step: int) -> None:
+        """Begin or continue after `step`, because records of later steps were removed."""
+        ...
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive metrics of a step, which were added to its record."""
+        ...
+
+
 class EventLog:
     """Writes `events.jsonl`, which contains the events of a run across all its restarts.
 
@@ -206,6 +240,8 @@ class EventLog:
     ):
         self._file = _SafeFile(run_dir / EVENTS_FILE, ours) if process_index == 0 else None
         self._since = time.monotonic() if since is None else since
+        self.observers: list[Callable[[str, Mapping[str, Any]], None]] = []
+        """Functions that receive the name and the fields of each event. They must not block."""
         if self._file is not None and _ends_inside_a_line(self._file.path):
             self._file.append(b"\n")
 
@@ -215,6 +251,8 @@ class EventLog:
             record: dict[str, object] = {"time": _now()}
             record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
             self._file.append(_json_line(redact.redact_value(record | fields)))
+            for observer in self.observers:
+                observer(event, fields)
 
 
 def _now() -> str:
@@ -232,7 +270,8 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class MetricWriter:
-    """Writes `metrics.jsonl`, `samples.jsonl` and TensorBoard files.
+    """Writes `metrics.jsonl`, `samples.jsonl`, `layers.jsonl` and TensorBoard files, and notifies
+    observers.
 
     The JSON files have one object per logged step. Records of steps after `resume_step`, the step
     of the restored checkpoint, are removed because these steps are repeated. Non-finite values are
@@ -246,10 +285,13 @@ class MetricWriter:
         resume_step: int,
         process_index: int = 0,
         ours: OwnershipCheck = _always,
+        observers: Sequence[RecordObserver] = (),
     ):
         self._file: _SafeFile | None = None
+        self.observers = observers
         self._events: _TensorBoardFile | None = None
         self._samples = _SafeFile(run_dir / SAMPLES_FILE, ours)
+        self._layers = _SafeFile(run_dir / LAYERS_FILE, ours)
         self._last: tuple[int, int, dict[str, object]] | None = None  # (step, offset, record)
         if process_index != 0:
             return
@@ -262,6 +304,9 @@ class MetricWriter:
                 return
             self._last = _truncate_after_step(self._file.path, resume_step, self._tags)
             _truncate_after_step(self._samples.path, resume_step)
+            _truncate_after_step(self._layers.path, resume_step, longest=MAX_LAYERS_LINE_BYTES)
+        for observer in observers:
+            observer.restart(resume_step)
         if tensorboard:
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
@@ -281,6 +326,8 @@ class MetricWriter:
         if self._events is not None:
             self._events.scalars(step, values)
             self._update_charts(step, values)
+        for observer in self.observers:
+            observer.record(step, values)
 
     def _update_charts(self, step: int, values: Mapping[str, float]) -> None:
         """Write the TensorBoard layout again when a chart receives its first value."""
@@ -304,16 +351,26 @@ class MetricWriter:
             shown = "\n".join(f"    {line}" for line in both.splitlines())
             self.text(f"samples/{number}", shown, step)
 
+    def layers(self, step: int, record: Mapping[str, object]) -> None:
+        """Record the layer statistics of a step."""
+        if self._file is not None:
+            self._layers.append(_json_line({"step": step, "time": _now(), **record}))
+
+    @property
+    def shows_tensorboard(self) -> bool:
+        """Return whether this process writes TensorBoard files."""
+        return self._events is not None
+
     def text(self, tag: str, markdown: str, step: int = 0) -> None:
         """Add Markdown text, e.g. the resolved config, to TensorBoard."""
         if self._events is not None:
             self._events.text(tag, redact.redact_text(markdown), step)
 
-    def show(self, summary: Callable[[], Any]) -> None:
+    def show(self, summary: Callable[[], Any], step: int = 0) -> None:
         """Add the result of `summary` to TensorBoard, or do nothing without TensorBoard."""
         events = self._events
         if events is not None:
-            events.summary(summary())
+            events.summary(summary(), step)
 
     def close(self) -> None:
         """Close the writer. Nothing is buffered, so a process that dies may skip this call."""
@@ -327,18 +384,19 @@ class _MetricRecord(TypedDict):
 
 
 def _truncate_after_step(
-    path: Path, step: int, tags: set[str] | None = None
+    path: Path, step: int, tags: set[str] | None = None, longest: int = 1 << 20
 ) -> tuple[int, int, dict[str, object]] | None:
     """Remove records of steps after `step`, older duplicates and incomplete lines from a file.
 
-    The tags of the remaining records are added to `tags`. Return the last record's step, offset and
+    Lines longer than `longest` bytes are also removed. The tags of the remaining records are added
+    to `tags`. Return the last record's step, offset and
     content, or None if no record remains.
     """
     kept: dict[int, tuple[int, int]] = {}
     """Start and end offsets of each step's newest record."""
     size = 0
     try:
-        for offset, line in files.read_lines(path):
+        for offset, line in files.read_lines(path, longest=longest):
             with contextlib.suppress(ValueError):
                 record = parse_json(line, _MetricRecord)
                 if (recorded := record["step"]) <= step and line.endswith(b"\n"):

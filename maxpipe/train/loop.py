@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +86,7 @@ def _train_steps(run: Run) -> None:
                 batch = meter.next_batch(batches)
             session.phases.progress(step)
             with session.phases.enter(STEP), run.profiler.step(step, len(batch["tokens"])):
-                metrics = run.train_step(batch)
+                metrics = run.train_step(step, batch)
                 meter.record_step(metrics, len(batch["tokens"]))
             if run.profiler.ends_after(step, last):
                 with meter.paused(PROFILE):
@@ -183,6 +185,42 @@ def _data_metrics(run: Run, step: int) -> dict[str, float]:
     return metrics
 
 
+_DRIFT_RECORDS, _DRIFT = 20, 0.1
+"""Number of records whose median step times are compared, and the relative change that is
+reported."""
+_DRIFT_DEVIATIONS = 2.5
+"""Change that noise does not cause, relative to the median deviation of the step times. For normal
+noise, this is 4 standard deviations of the difference between two medians of 20 values."""
+
+
+class StepTimeDrift:
+    """Detects slow changes of the step time over a run, such as those of a device that gets hot.
+
+    The median of the newest records is compared with the median of the first records. A change is
+    reported if it exceeds 10% and the noise. The next records then become the new reference.
+    """
+
+    def __init__(self) -> None:
+        self._reference: list[float] = []
+        self._newest: deque[float] = deque(maxlen=_DRIFT_RECORDS)
+
+    def add(self, seconds: float) -> tuple[float, float] | None:
+        """Add the step time of a record; return the medians before and after a change, or None."""
+        if len(self._reference) < _DRIFT_RECORDS:
+            self._reference.append(seconds)
+            return None
+        self._newest.append(seconds)
+        if len(self._newest) < _DRIFT_RECORDS:
+            return None
+        before, after = statistics.median(self._reference), statistics.median(self._newest)
+        deviation = statistics.median(abs(each - before) for each in self._reference)
+        if abs(after - before) <= max(_DRIFT * before, _DRIFT_DEVIATIONS * deviation):
+            return None
+        self._reference.clear()
+        self._newest.clear()
+        return before, after
+
+
 class ThroughputMeter:
     """Measures step time and throughput between reports."""
 
@@ -200,6 +238,7 @@ class ThroughputMeter:
         self._idle_fraction = functools.cache(
             lambda rows: run.steps.with_batch_size(rows).train_schedule.idle_fraction()
         )
+        self._drift, self._is_first_record = StepTimeDrift(), True
         self._restart()
 
     def _restart(self) -> None:
@@ -278,10 +317,21 @@ class ThroughputMeter:
             metrics["perf/rollout_s"] = self._rollout_seconds / self._steps
         metrics |= _data_metrics(run, step)
         metrics |= run.post_training.teacher_source.take_metrics()
+        metrics |= run.layer_recorder.take_metrics(run.writer)
         metrics |= memory_in_use() | run.profiler.take_metrics()
         if self._peak_flops is not None:
             metrics["perf/mfu"] = device_flops / self._peak_flops
         session.record_time(step)
+        self._report_drift(step, metrics["perf/step_s"])
         run.writer.write(step, metrics)
         session.console.step(step, metrics)
         self._restart()
+
+    def _report_drift(self, step: int, seconds: float) -> None:
+        """Write an event if the step time has changed. The first record includes warm-up."""
+        if self._is_first_record:
+            self._is_first_record = False
+        elif medians := self._drift.add(seconds):
+            before, after = medians
+            events = self._run.session.events
+            events.write("drift", step=step, seconds=after, seconds_before=before)

@@ -113,6 +113,11 @@ class StepProfiler:
 
     # Calls of the training loop.
 
+    @property
+    def is_active(self) -> bool:
+        """Return whether a profile is being recorded."""
+        return self._active is not None
+
     def starts_at(self, step: int) -> bool:
         """Return whether a profile starts with this step."""
         if self._active is not None:

@@ -22,11 +22,12 @@ from maxpipe.posttrain.distill import TeacherSource
 from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
 from maxpipe.step.build import load_batches
 from maxpipe.step.state import TrainState, format_differences
-from maxpipe.step.step import Steps
+from maxpipe.step.step import LAYER_STATS, Steps
 from maxpipe.telemetry.writers import MetricWriter
 from maxpipe.train import data_end
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
+from maxpipe.train.layer_records import LayerRecorder
 from maxpipe.train.profiler import StepProfiler
 from maxpipe.train.resume import restore_or_init
 from maxpipe.train.samples import SampleGenerator
@@ -75,6 +76,7 @@ class Run:
     bad_step_monitor: BadStepMonitor
     validation: Validation
     post_training: PostTraining
+    layer_recorder: LayerRecorder
     profiler: StepProfiler
     last_compared_step: int = -1
     """Step after which the replicas of the state were last compared."""
@@ -104,10 +106,15 @@ class Run:
         """Number of completed steps."""
         return int(self.state.step)
 
-    def train_step(self, batch: Any) -> dict[str, jax.Array]:
-        """Train on a batch and return the metrics."""
-        compiled = self.train_steps[len(batch["tokens"])]
+    def train_step(self, step: int, batch: Any) -> dict[str, jax.Array]:
+        """Train on the batch of a step and return the metrics."""
+        # A profile describes the operations of the ordinary step only.
+        records = self.layer_recorder.is_due(step) and not self.profiler.is_active
+        compiled = (self.layer_recorder if records else self).train_steps[len(batch["tokens"])]
         self.state, metrics = compiled(self.state, batch)
+        self.layer_recorder.flush(self.writer)  # while the devices compute this step
+        if records:
+            self.layer_recorder.add(step, metrics.pop(LAYER_STATS))
         return metrics
 
     def train_batches(
@@ -139,6 +146,7 @@ class Run:
         If `last` is set, wait until the checkpoint is complete.
         """
         self.bad_step_monitor.flush()
+        self.layer_recorder.flush(self.writer)
         if self.config.guard.replica_check_every:
             self.compare_replicas(step)
         data = saved_data(
@@ -239,5 +247,6 @@ class Run:
             self.datasets.train, self.configured_steps, self.bad_step_monitor.offset
         )
         self.last_compared_step = -1
+        self.layer_recorder.discard()
         self.writer.close()
-        self.writer = session.open_writer(first)
+        self.writer = session.open_writer(first, self.writer.observers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +35,18 @@ from maxpipe.config.check import error_location
 from maxpipe.config.config_files import (
     CONFIG_FILE,
     EVENTS_FILE,
+    FORECAST_FILE,
+    LAYERS_FILE,
     METRICS_FILE,
     REFERENCE_FILE,
     SAMPLES_FILE,
+    TRACKERS_FILE,
 )
 from maxpipe.config.load import LoadedConfig, to_dict, to_yaml
-from maxpipe.config.plugins import PLUGINS, plugin_digests
+from maxpipe.config.plugins import PLUGINS, loaded_plugins, plugin_digests
 from maxpipe.config.schema import Config, without_permissions
 from maxpipe.config.sections.data import named_sources
+from maxpipe.config.sections.log import TENSORBOARD, TRACKER_PACKAGES, TRACKERS
 from maxpipe.config.sections.source import FILES, SOURCES, paths_of
 from maxpipe.data.chat_spec import KEY as CONVERSATION
 from maxpipe.data.chat_spec import ChatSpec
@@ -61,8 +66,9 @@ from maxpipe.io import files, redact
 from maxpipe.io.files import url_scheme
 from maxpipe.io.stores import corrected_url
 from maxpipe.step.build import resolve_mesh, shared_metadata
+from maxpipe.telemetry.alerts import find_unknown_metrics
 from maxpipe.telemetry.console import Console
-from maxpipe.telemetry.writers import EventLog, MetricWriter
+from maxpipe.telemetry.writers import EventLog, MetricWriter, RecordObserver
 from maxpipe.train.memory_check import check_forecast
 
 _MODEL = "hf:"
@@ -88,6 +94,49 @@ def missing_files(loaded: LoadedConfig) -> list[Problem]:
     for key, path in _other_files(config):
         problems += _problem(key, path, origins)
     return problems
+
+
+def find_tracking_problems(loaded: LoadedConfig) -> list[Problem]:
+    """Return a `Problem` for each tracker that cannot run, and for each alert on a metric that does
+    not exist.
+    """
+    config, origins = loaded.config, loaded.origins
+    where = error_location("log.trackers", origins)
+    problems = []
+    for name in config.log.trackers:
+        packages = TRACKER_PACKAGES.get(name)
+        if packages and not any(map(_is_installed, packages)):
+            rule = f"requires the package {packages[0]}, which is not installed."
+            action = f"Run: pip install 'maxpipe[{name}]'"
+            problems.append(Problem(Code.ENV_PACKAGE, where, name, rule, action))
+        elif name in TRACKERS and not _is_in_plugin(name, config):
+            rule = "was registered by the running program, but trackers run in another process."
+            action = "Move register_tracker to a file, and set plugins.modules=[FILE.py]."
+            problems.append(Problem(Code.PLUG_REGISTER, where, name, rule, action))
+    objective_is_built_in = config.train.objective not in _plugin_objectives(config)
+    for key, metric, rule, action in find_unknown_metrics(config.alerts):
+        if objective_is_built_in or not metric.startswith(("train/", "eval/")):
+            problems.append(
+                Problem(Code.CFG_VALUE, error_location(key, origins), metric, rule, action)
+            )
+    return problems
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def _is_in_plugin(name: str, config: Config) -> bool:
+    loaded = loaded_plugins(config.plugins.modules)
+    return any(f"log.trackers={name}" in each.undo for each in loaded)
+
+
+def _plugin_objectives(config: Config) -> set[str]:
+    settings = {key for each in loaded_plugins(config.plugins.modules) for key in each.undo}
+    return {key.partition("=")[2] for key in settings if key.startswith("train.objective=")}
 
 
 @contextlib.contextmanager
@@ -151,6 +200,11 @@ def _other_files(config: Config) -> Iterator[tuple[str, str]]:
     """
     for name, task in config.eval.tasks.items():
         yield f"eval.tasks.{name}.path", task.path
+    if config.eval.harness_tasks:
+        yield "eval.harness_path", config.eval.harness_path
+    for name, task in config.eval.generative_tasks.items():
+        yield f"eval.generative_tasks.{name}.path", task.path
+        yield f"eval.generative_tasks.{name}.scorer_file", task.scorer_file.rpartition(":")[0]
     if config.eval.sample_every:
         yield "eval.sample_prompts_file", config.eval.sample_prompts_file
     if config.train.objective == "grpo":
@@ -180,8 +234,9 @@ def _exists(path: str) -> bool:
     return next(glob.iglob(expanded, recursive=True), None) is not None
 
 
-_RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
-WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
+_TRUNCATED_FILES = (METRICS_FILE, SAMPLES_FILE, LAYERS_FILE)
+_RECORDS = (*_TRUNCATED_FILES, *(f"{name}.new" for name in _TRUNCATED_FILES), EVENTS_FILE)
+WRITTEN_FILES = (CONFIG_FILE, FORECAST_FILE, REFERENCE_FILE, TRACKERS_FILE, *_RECORDS)
 
 
 @dataclass(frozen=True)
@@ -218,14 +273,17 @@ class Session:
         """Record the time spent in each phase since the last record."""
         self.events.write("time", step=step, seconds=self.phases.take_seconds())
 
-    def open_writer(self, resume_step: int) -> MetricWriter:
+    def open_writer(
+        self, resume_step: int, observers: Sequence[RecordObserver] = ()
+    ) -> MetricWriter:
         """Open the run's metrics file, and remove records of steps after `resume_step`."""
         return MetricWriter(
             self.run_dir,
-            self.config.log.tensorboard,
+            TENSORBOARD in self.config.log.trackers,
             resume_step,
             process_index=self.channel.index,
             ours=ownership_check(self.locks),
+            observers=observers,
         )
 
     def write_config(self) -> None:
@@ -300,7 +358,10 @@ def open_session(loaded: LoadedConfig) -> Iterator[Session]:
                 config.runtime, config.mesh.cpu_devices, phases, shared_metadata(config), run_dir
             )
         )
-        with merge_problems(missing_files(loaded)):
+        problems = missing_files(loaded)
+        if channel.index == 0:  # only this process uses trackers
+            problems += find_tracking_problems(loaded)
+        with merge_problems(problems):
             loaded = resolve_mesh(loaded)
             console = stack.enter_context(Console(config.log.progress, process_index=channel.index))
             channel.say, channel.tell = console.warn, console.tell

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import jax
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.checkpoint.storage import checkpoint_home, run_folder
 from maxpipe.config.check import find_warnings
+from maxpipe.config.config_files import EVALUATIONS_FOLDER, FORECAST_FILE
 from maxpipe.config.load import to_dict
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.train import total_steps
@@ -21,27 +24,34 @@ from maxpipe.data.mixture import SourceSequences
 from maxpipe.data.packing import packing_efficiency
 from maxpipe.data.prompts import PromptSequences
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE
-from maxpipe.errors import Code, ConfigError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
-from maxpipe.evals.multiple_choice import Task, open_tasks
+from maxpipe.evals.generative import GenerativeTask, ScoredCompletion
+from maxpipe.evals.harness_tasks import HarnessTasks
+from maxpipe.evals.multiple_choice import Task, build_scoring_steps, open_tasks
 from maxpipe.hardware import hardware_of_device
+from maxpipe.io import files, redact
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import format_count, pluralize
 from maxpipe.models import registry, resolve_auto
 from maxpipe.models.count import active_params, num_params, num_trained
 from maxpipe.models.spec import Model
 from maxpipe.parallel.mesh import describe_mesh
+from maxpipe.planner.memory_terms import TERMS
+from maxpipe.planner.report import plan_values
 from maxpipe.planner.search import evaluate
 from maxpipe.posttrain.distill import TeacherSource, open_teacher_source
 from maxpipe.posttrain.reference_logprobs import PairReferences, needs_references
 from maxpipe.posttrain.rollouts import Rollouts
+from maxpipe.profiles.run_comparison import CompiledMemory, ForecastFile
 from maxpipe.step.build import steps_on_all_devices
 from maxpipe.step.step import Steps
 from maxpipe.train import data_end
 from maxpipe.train.attention_check import check_run_attention
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
+from maxpipe.train.layer_records import LayerRecorder
 from maxpipe.train.memory_check import check_program
 from maxpipe.train.profiler import Outputs, StepProfiler
 from maxpipe.train.resume import RunStart, build_reference, restore_or_init
@@ -49,6 +59,7 @@ from maxpipe.train.run import PostTraining, Run, Validation
 from maxpipe.train.samples import SampleGenerator, load_validation_prompts
 from maxpipe.train.session import Session
 from maxpipe.train.tensorboard import write_run_summary
+from maxpipe.train.tracking import open_tracking
 
 
 def set_up(session: Session) -> Run:
@@ -75,11 +86,7 @@ def set_up(session: Session) -> Run:
     console.banner(banner)
     if session.is_first_process:
         _print_warnings(session, datasets)
-    tasks = open_tasks(config, datasets.tokenizer)
-    _check_same_data(session, datasets, tasks)
-    evaluator = Evaluator(
-        config.eval, datasets, tasks, console, session.channel.should_stop, phases.progress
-    )
+    evaluator = _build_evaluator(session, datasets)
     sample_generator = _build_sample_generator(config, steps, datasets)
     with phases.enter(RESTORE):
         start = restore_or_init(
@@ -97,10 +104,12 @@ def set_up(session: Session) -> Run:
         _attach_references(session, steps, datasets, start)
     with phases.enter(COMPILE):
         train_steps = _compile_train_steps(session, steps, datasets, start, last)
+        recording_steps = _compile_recording_steps(session, steps, train_steps)
         teacher.compile(train_steps, console.stage)
-        evaluator.compile(steps)
+        _compile_evaluator(session, evaluator, steps)
     if not config.runtime.compiled_step:
-        for program in train_steps.values():  # compilation may have changed how much memory is free
+        # Compilation may have changed how much memory is free.
+        for program in (*train_steps.values(), *recording_steps.values()):
             check_program(config, program, lambda _: None)
     session.events.write(
         "start",
@@ -126,7 +135,7 @@ def set_up(session: Session) -> Run:
         datasets=datasets,
         slow_data=slow_data,
         checkpoints=checkpoints,
-        writer=session.open_writer(first),
+        writer=session.open_writer(first, open_tracking(session, steps.train_schedule)),
         bad_step_monitor=BadStepMonitor(
             config.guard,
             run_dir=str(session.run_dir),
@@ -138,11 +147,19 @@ def set_up(session: Session) -> Run:
         ),
         validation=Validation(evaluator, early_stopping, sample_generator),
         post_training=post_training,
+        layer_recorder=LayerRecorder(
+            config.layer_stats,
+            steps.param_layout.decoder.model,
+            recording_steps,
+            session.run_dir,
+        ),
         profiler=profiler,
     )
     write_run_summary(run, dict(banner))
+    _record_forecast(run, first)
     session.write_config()
     stack.callback(lambda: run.writer.close())  # a rollback opens another writer
+    stack.callback(lambda: run.layer_recorder.close(run.writer))
     return run
 
 
@@ -162,8 +179,76 @@ def _print_warnings(session: Session, datasets: Datasets) -> None:
         check_overlap(session.config, datasets, session.console.warn, session.phases.progress)
 
 
-def _check_same_data(session: Session, datasets: Datasets, tasks: Sequence[Task]) -> None:
-    """Check that all processes read the same documents and multiple-choice tasks."""
+def _build_evaluator(session: Session, datasets: Datasets) -> Evaluator:
+    """Open the tasks, and return the evaluator of the run."""
+    config = session.config
+    tasks = open_tasks(config, datasets.tokenizer)
+    generative_tasks = _open_generative_tasks(session, datasets)
+    harness = HarnessTasks(config.eval) if config.eval.harness_tasks else None
+    _check_same_data(session, datasets, (*tasks, *generative_tasks))
+    return Evaluator(
+        config.eval,
+        datasets,
+        tasks,
+        session.console,
+        session.channel.should_stop,
+        session.phases.progress,
+        generative_tasks,
+        session.channel.compare_across_processes,
+        partial(_write_completions, session),
+        harness,
+        session.is_first_process,
+    )
+
+
+def _compile_evaluator(session: Session, evaluator: Evaluator, steps: Steps) -> None:
+    evaluator.compile(steps)
+    if evaluator.harness is not None:
+        tokenizer, stops = evaluator.datasets.tokenizer, session.channel.should_stop
+        scoring = partial(build_scoring_steps, session.config, steps, tokenizer.byte_lengths)
+        evaluator.harness.compile(steps, scoring, tokenizer, stops, session.phases.progress)
+
+
+def _open_generative_tasks(session: Session, datasets: Datasets) -> list[GenerativeTask]:
+    """Open the tasks of `eval.generative_tasks`, sorted by name."""
+    config, tasks = session.config, []
+    for name, task in sorted(config.eval.generative_tasks.items()):
+        tasks.append(
+            GenerativeTask(
+                name,
+                task,
+                datasets.tokenizer,
+                load_run_chat_template(config, datasets.tokenizer),
+                sequence_length=config.train.sequence_length,
+                batch_size=config.eval.batch_size or config.train.batch_size,
+                is_first_process=session.is_first_process,
+            )
+        )
+        session.stack.callback(tasks[-1].close)
+    return tasks
+
+
+def _write_completions(
+    session: Session, step: int, name: str, scored: Sequence[ScoredCompletion]
+) -> None:
+    """Write the completions of a generative task. A failure is a warning."""
+    if not session.is_first_process:
+        return
+    folder = session.run_dir / EVALUATIONS_FOLDER
+    lines = [f"{json.dumps(redact.redact_value(each))}\n" for each in scored]
+    try:
+        for lock in session.locks:
+            lock.check()
+        folder.mkdir(exist_ok=True)
+        files.write(folder / f"{name}-{step:08d}.jsonl", "".join(lines))
+    except (OSError, StorageError) as error:
+        session.console.warn(f"the completions of task {name} cannot be written: {error}")
+
+
+def _check_same_data(
+    session: Session, datasets: Datasets, tasks: Sequence[Task | GenerativeTask]
+) -> None:
+    """Check that all processes read the same documents and tasks."""
     digests = datasets.fingerprint() | {task.name: task.digest() for task in tasks}
     digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
     processes_by_digest = session.channel.compare_across_processes("data", digest)
@@ -277,6 +362,70 @@ def _compile_train_steps(
             train_steps[rows] = steps.with_batch_size(rows).compile_train()
         check_program(config, train_steps[rows], console.warn)
     return train_steps
+
+
+def _record_forecast(run: Run, first: int) -> None:
+    """Write the forecast of the run and the memory of its compiled step to `forecast.json`.
+
+    A failure is a warning, because a run does not need its forecast.
+    """
+    session, steps = run.session, run.steps
+    program = run.train_steps.get(steps.shape[0])
+    if not session.is_first_process or program is None:
+        return
+    try:
+        hardware = hardware_of_device(jax.devices()[0].device_kind)
+        plan = hardware and plan_values(evaluate(session.config, hardware), hardware)
+        forecast = ForecastFile(
+            step=first,
+            hardware=hardware.topology if hardware else "",
+            plan=plan,
+            compiled=_compiled_memory(steps, program),
+        )
+        files.write(session.run_dir / FORECAST_FILE, json.dumps(forecast, indent=1))
+    except Exception as error:
+        session.console.warn(f"the forecast of this run cannot be recorded: {error}")
+
+
+def _compiled_memory(steps: Steps, program: Any) -> CompiledMemory | None:
+    """Return the memory of a compiled train step on one device, or None if it is unknown."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return None
+    exact = steps.buffer_shapes() | {
+        "state": jax.tree.leaves(steps.abstract_state),
+        "batch": jax.tree.leaves(steps.abstract_batch()),
+    }
+    return CompiledMemory(
+        arguments=analysis.argument_size_in_bytes,
+        temporary=analysis.temp_size_in_bytes,
+        outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        program=analysis.generated_code_size_in_bytes,
+        buffers={
+            name: sum(map(_device_bytes, arrays)) for name, arrays in exact.items() if name in TERMS
+        },
+    )
+
+
+def _device_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """Return the size of one device's shard in bytes."""
+    shape = array.shape if array.sharding is None else array.sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize
+
+
+def _compile_recording_steps(
+    session: Session, steps: Steps, train_steps: Mapping[int, Any]
+) -> dict[int, Any]:
+    """Return compiled train steps that record layer statistics, for the same batch sizes."""
+    config, console = session.config, session.console
+    recording_steps = {}
+    for rows in train_steps if config.layer_stats.every else ():
+        suffix = f" for batches of {rows} sequences" if len(train_steps) > 1 else ""
+        with console.stage(f"compiling train step with layer statistics{suffix}"):
+            recording = steps.with_batch_size(rows).with_layer_statistics(config.layer_stats)
+            recording_steps[rows] = recording.compile_train()
+        check_program(config, recording_steps[rows], console.warn)
+    return recording_steps
 
 
 def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple[str, str]]:

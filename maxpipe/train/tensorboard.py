@@ -12,6 +12,7 @@ import jax
 import maxpipe
 from maxpipe.config.load import to_dict, to_yaml
 from maxpipe.config.schema import Config, flatten
+from maxpipe.config.sections.log import TENSORBOARD
 from maxpipe.io import redact
 from maxpipe.io.formatting import pluralize
 from maxpipe.schedule.canvas import INK, OVERVIEW_WIDTH, PALE, Box, Canvas, Label
@@ -110,7 +111,7 @@ def write_run_summary(run: Run, banner: Mapping[str, str]) -> None:
     config, writer, steps = run.config, run.writer, run.steps
     writer.text("about", _table([("run", config.run.name), *key_settings(config, banner)]))
     writer.text("config", f"```yaml\n{to_yaml(redact.redact_value(config))}```")
-    if jax.process_index() == 0 and config.log.tensorboard:
+    if jax.process_index() == 0 and TENSORBOARD in config.log.trackers:
         shapes = jax.tree.map(_shape, run.state.params)
         program = run.train_steps.get(steps.shape[0])
         arguments = (writer, config, steps.train_schedule, shapes, program)

@@ -18,7 +18,7 @@ SMALL = {
     "optim": {"learning_rate": 1e-2, "warmup_steps": 2},
     "checkpoint": {"every": 100, "keep": 10},
     "eval": {"every": 100, "batches": 2},
-    "log": {"every": 1, "tensorboard": False},
+    "log": {"every": 1, "trackers": []},
     "runtime": {"platform": "cpu", "compilation_cache": ""},
 }
 Settings = Callable[..., dict[str, Any]]

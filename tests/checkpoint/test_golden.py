@@ -33,7 +33,7 @@ train: {steps: 2, batch_size: 2, sequence_length: 16}
 data: {source: synthetic}
 checkpoint: {keep: 1}
 eval: {batches: 0}
-log: {tensorboard: false}
+log: {trackers: []}
 runtime: {platform: cpu, compilation_cache: ''}
 """
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
-from maxpipe.config.schema import KEYS, flatten, sections_of
+from maxpipe.config.schema import KEYS, flatten, sections_of, upgrade_config
 from maxpipe.config.yaml_values import MAX_FILE_BYTES
 from maxpipe.errors import ConfigError
 from tests.errors import assert_error, raises, without_codes
@@ -196,14 +196,28 @@ def test_invalid_floats_are_rejected(text: str):
 
 @pytest.mark.parametrize(("text", "value"), [("on", True), ("False", False), ("0", False)])
 def test_boolean_formats(text: str, value: bool):
-    assert load([*VALID, f"log.tensorboard={text}"]).config.log.tensorboard is value
+    assert load([*VALID, f"mesh.sequence_parallel={text}"]).config.mesh.sequence_parallel is value
 
 
 @pytest.mark.parametrize("text", ["2", "maybe", ""])
 def test_invalid_booleans_are_rejected(text: str):
-    message = only_problem(*VALID, f"log.tensorboard={text}")
-    names = ["true", "false"]
-    assert_error(message, "log.tensorboard", names=names, suggests="log.tensorboard=true")
+    message = only_problem(*VALID, f"mesh.sequence_parallel={text}")
+    names, suggestion = ["true", "false"], "mesh.sequence_parallel=true"
+    assert_error(message, "mesh.sequence_parallel", names=names, suggests=suggestion)
+
+
+@pytest.mark.parametrize(("text", "trackers"), [("true", ["tensorboard"]), ("off", [])])
+def test_former_tensorboard_switch(text: str, trackers: list[str], write: Write):
+    """`log.tensorboard` of earlier releases is accepted with a warning that names the new key."""
+    for argument in (f"log.tensorboard={text}", write(f"log: {{tensorboard: {text}}}")):
+        loaded = load([*VALID, argument])
+        assert loaded.config.log.trackers == trackers
+        [warning] = loaded.warnings
+        assert f"log.trackers={'[tensorboard]' if trackers else '[]'}" in warning.line or (
+            f"trackers: {'[tensorboard]' if trackers else '[]'}" in warning.line
+        )
+    saved = {"log": {"tensorboard": bool(trackers)}}
+    assert upgrade_config(saved) == {"log": {"trackers": trackers}}
 
 
 # --- errors --------------------------------------------------------------------------
@@ -385,7 +399,7 @@ def test_to_yaml_round_trip(
     values["data"] |= {"path": path, "tfds_dir": folder}
     values["optim"]["learning_rate"] = rate
     values["run"]["seed"] = seed
-    values["log"]["tensorboard"] = log
+    values["mesh"]["sequence_parallel"] = log
     config = from_dict(values)
     assert config.data.path == path and config.optim.learning_rate == rate
     assert load([write(to_yaml(config))]).config == config

@@ -129,7 +129,7 @@ JOBS: dict[str, dict[str, Any]] = {
         **{"model.d_mlp": 53248, "model.num_layers": 126, "model.matmul": "fp8"},
         **{"model.matmul_scales": "tensor", "mesh.ici_tensor": 8, "pipeline.remat": "full"},
         **{"mesh.sequence_parallel": True, "mesh.collective_matmul": True},
-        **{"train.batch_size": 2, "log.tensorboard": True},
+        **{"train.batch_size": 2, "log.trackers": ["tensorboard"]},
     },
     "qwen3_0.6b": {
         **{"model.family": "qwen3", "model.tied_embeddings": True, "model.rope_theta": 1e6},

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from maxpipe.cli import main
 from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
 from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
@@ -85,6 +86,50 @@ def test_harness_accuracy_equals_own_accuracy(
         assert theirs == pytest.approx(mine["loglikelihoods"], rel=SAME)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_harness_during_training_equals_own_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accuracy of a staged model equals that of `eval.tasks`, in each evaluation that is
+    due."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
+    task = {
+        "task": "questions",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "questions.yaml").write_text(json.dumps(task))
+    keys = ["train.steps=6", "eval.every=2", "eval.batches=0", "log.every=1"]
+    keys += [f"run.dir={tmp_path}", "run.name=run", f"eval.harness_path={tmp_path / 'tasks'}"]
+    keys += ["eval.harness_tasks=[questions]", "eval.harness_every=4"]
+    keys += [f"eval.tasks.own.path={path}", "mesh.ici_stage=2", "mesh.ici_tensor=2"]
+    assert main(["train", "quickstart", *keys]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = {record["step"]: record for record in map(json.loads, lines)}
+    assert [step for step in records if "harness/questions/acc" in records[step]] == [4]
+    assert records[4]["harness/questions/acc"] == records[4]["eval/own/accuracy"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_unknown_and_broken_tasks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["train.steps=1", f"run.dir={tmp_path}", f"eval.harness_path={tmp_path}"]
+    assert main(["train", "quickstart", *keys, "eval.harness_tasks=[hellaswagg]"]) == 2
+    assert "Set eval.harness_tasks=[hellaswag]" in capsys.readouterr().err
+    (tmp_path / "broken.yaml").write_text('{"task": "broken", "dataset_path": "json"}')
+    assert main(["train", "quickstart", *keys, "eval.harness_tasks=[broken]"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot be loaded" in error and "Traceback" not in error
+
+
 def test_rolling_loglikelihood_generation_and_chat_requests(model: Any) -> None:
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 
@@ -100,10 +145,10 @@ def test_rolling_loglikelihood_generation_and_chat_requests(model: Any) -> None:
         instances("generate_until", "one", {"max_gen_toks": 4, "until": []})
     )
     assert isinstance(text, str)
-    before = model._texts.encoded("<|turn|>")
+    before = model._texts.encode("<|turn|>")
     chat = model.apply_chat_template([{"role": "user", "content": "one"}])
     assert "one" in chat and model.chat_template(True) and model.tokenizer_name
-    assert len(model._texts.encoded("<|turn|>")) < len(before), (
+    assert len(model._texts.encode("<|turn|>")) < len(before), (
         "<|turn|> must be a control token now"
     )
 

@@ -435,7 +435,7 @@ def test_train_command_starts_from_upcycled_checkpoint(dense: Path, tmp_path: Pa
     command += [f"run.dir={tmp_path}", "run.name=run", "data.source=synthetic"]
     command += ["tokenizer.kind=bytes", "tokenizer.path=", "eval.every=0", "log.every=1"]
     command += ["train.steps=2", "train.batch_size=4", "train.sequence_length=16"]
-    command += ["optim.warmup_steps=0", "log.tensorboard=false", "runtime.platform=cpu"]
+    command += ["optim.warmup_steps=0", "log.trackers=[]", "runtime.platform=cpu"]
     command += ["mesh.cpu_devices=2", "mesh.ici_expert=2"]
     environment = environment_of_command()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -29,7 +29,7 @@ TRAIN = (
     "checkpoint.every=20",
     "eval.batches=0",
     "log.every=1",
-    "log.tensorboard=false",
+    "log.trackers=[]",
 )
 
 

@@ -105,7 +105,7 @@ def test_config_of_import_trains_from_its_weights(tmp_path: Path) -> None:
         *(sys.executable, "-m", "maxpipe", "train"),
         *(str(tmp_path / "out" / "config.yml"), "tokenizer.kind=bytes", "tokenizer.path="),
         *("train.steps=1", "train.batch_size=1", "train.sequence_length=16", "data.source=corpus"),
-        *(f"run.dir={tmp_path / 'runs'}", "eval.batches=0", "log.tensorboard=false"),
+        *(f"run.dir={tmp_path / 'runs'}", "eval.batches=0", "log.trackers=[]"),
         *("model.compute_dtype=float32", "runtime.platform=cpu"),
     ]
     done = subprocess.run(run, capture_output=True, text=True, check=False, cwd=tmp_path)

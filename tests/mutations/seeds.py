@@ -36,7 +36,7 @@ optim: {learning_rate: 1.0e-2, warmup_steps: 1}
 data: {source: text, path: 'text/*.txt', validation_fraction: 0.2}
 checkpoint: {every: 2, keep: 10}
 eval: {every: 2, batches: 2}
-log: {every: 1, tensorboard: false}
+log: {every: 1, trackers: []}
 runtime: {platform: cpu, compilation_cache: COMPILED}
 """
 CHAT = """
@@ -46,7 +46,7 @@ model: {num_layers: 2, d_model: 16, num_heads: 2, num_kv_heads: 1, head_dim: 8, 
 tokenizer: {kind: auto, path: folder}
 train: {steps: 2, batch_size: 4, sequence_length: 64, objective: sft}
 data: {source: jsonl, path: chat.jsonl, chat: messages}
-log: {tensorboard: false}
+log: {trackers: []}
 runtime: {platform: cpu, compilation_cache: COMPILED}
 """
 _GENERATE = ("--prompt", "a b", "--max-tokens", "2", "--json")
@@ -481,7 +481,7 @@ def _adapters(root: Path, compiled: Path, call: Call) -> list[Seed]:
         *("adapter.rank=2", "train.steps=2", "train.batch_size=2", "train.objective=sft"),
         *("train.sequence_length=48", "data.source=jsonl", "data.path=chat.jsonl"),
         *("data.chat=messages",),
-        *(f"runtime.compilation_cache={compiled}", "log.tensorboard=false", "runtime.platform=cpu"),
+        *(f"runtime.compilation_cache={compiled}", "log.trackers=[]", "runtime.platform=cpu"),
     )
     assert call(folder, "train", *overrides) == 0
     names = ("base/*", "run/checkpoints/*/**/*", "run/config.yml")

@@ -44,7 +44,7 @@ optim: {{learning_rate: 1.0e-2}}
 data: {{source: text, path: TEXT, validation_fraction: 0.2}}
 checkpoint: {{every: {EVERY}, keep: 10}}
 eval: {{batches: 2}}
-log: {{every: 1, tensorboard: false}}
+log: {{every: 1, trackers: []}}
 runtime: {{platform: cpu, compilation_cache: ''}}
 """
 TEACHER = ("model.d_model=32", "model.num_layers=4", "run.name=teacher", "train.steps=9")

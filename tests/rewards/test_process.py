@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.errors import ConfigError
-from maxpipe.rewards.process import RewardFunction
+from maxpipe.rewards.process import RewardFunction, RewardSettings
 from tests.errors import raises
 
 Opened = Callable[..., RewardFunction]
@@ -27,7 +27,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
         path = tmp_path / "mine.py"
         path.write_text(f"{before}\ndef reward(completion, record):\n    {body}\n")
         config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True, reward_timeout_seconds=2)
-        every.append(RewardFunction(config))
+        every.append(RewardFunction(RewardSettings.from_grpo(config)))
         return every[-1]
 
     yield make
@@ -97,21 +97,23 @@ def test_missing_reward_function_is_reported(tmp_path: Path) -> None:
     path.write_text("reward = 3")
     config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True)
     with raises(ConfigError, "grpo.reward_file", names=["mine.py:reward", "AttributeError"]):
-        RewardFunction(config).compute("", {}, "line 1")
+        RewardFunction(RewardSettings.from_grpo(config)).compute("", {}, "line 1")
     config = GrpoConfig(reward_file=f"{tmp_path / 'other.py'}:reward", allow_code=True)
     with raises(ConfigError, "grpo.reward_file", names=["other.py:reward"]):
-        RewardFunction(config).fingerprint()
+        RewardFunction(RewardSettings.from_grpo(config)).fingerprint()
 
 
 def test_fingerprint_depends_on_file_content(opened: Opened) -> None:
     first, second = opened("return 1").fingerprint(), opened("return 2").fingerprint()
     assert first != second and opened("return 1").fingerprint() == first
-    assert RewardFunction(GrpoConfig(reward="regex")).fingerprint() == "regex"
+    config = GrpoConfig(reward="regex")
+    assert RewardFunction(RewardSettings.from_grpo(config)).fingerprint() == "regex"
 
 
 def test_builtin_rewards_run_in_worker_with_time_limit() -> None:
     """Matching a pattern may take forever."""
-    rewards = RewardFunction(GrpoConfig(reward="regex", reward_timeout_seconds=1))
+    config = GrpoConfig(reward="regex", reward_timeout_seconds=1)
+    rewards = RewardFunction(RewardSettings.from_grpo(config))
     assert rewards.compute("abc", {"pattern": "b"}, "line 1") == 1
     with raises(ConfigError, "grpo.reward", "regex", names=["1 seconds", "line 2"]):
         rewards.compute("a" * 60, {"pattern": "(a+)+$b"}, "line 2")

@@ -71,6 +71,20 @@ def test_resume_drops_later_steps_and_incomplete_lines(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_resume_keeps_long_records_of_layer_statistics(tmp_path: Path):
+    """Histograms make records longer than the limit for other files."""
+    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
+    counts = [float("nan")] + [1] * 500_000
+    for step in (10, 20, 30):
+        writer.layers(step, {"layers": 1, "values": {}, "histograms": {"x": counts}})
+    MetricWriter(tmp_path, tensorboard=False, resume_step=20)
+    records = _records(tmp_path / "layers.jsonl")
+    assert [record["step"] for record in records] == [10, 20]
+    assert records[0]["histograms"] == {"x": [None, *counts[1:]]}
+    MetricWriter(tmp_path, tensorboard=False, resume_step=0, process_index=1).layers(1, {})
+    assert len(_records(tmp_path / "layers.jsonl")) == 2
+
+
 def test_start_without_checkpoint_drops_old_records(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     MetricWriter(tmp_path, tensorboard=False, resume_step=0)

@@ -55,7 +55,7 @@ class FaultyTrainer:
         self.seen: list[int] = []
         self._arguments = [str(tiny), f"run.dir={folder}", "mesh.ici_stage=2", "mesh.ici_data=4"]
         self._arguments += ["mesh.cpu_devices=8", "pipeline.microbatches=2", "eval.batches=0"]
-        self._arguments += ["log.every=1", "log.tensorboard=false"]
+        self._arguments += ["log.every=1", "log.trackers=[]"]
 
     def train(self, *overrides: str) -> None:
         train(load([*self._arguments, *overrides]))
@@ -250,6 +250,26 @@ def test_rollback_restores_checkpoint_and_skips_bad_batch(trainer: FaultyTrainer
         **{"skipped": 0, "spikes": 0, "recent": [[], []]},
         **{"roll_backs": 2, "in_row": 0},
     }
+
+
+def test_rollback_records_layer_statistics_of_repeated_steps_once(trainer: FaultyTrainer) -> None:
+    trainer.bad, last = {9}, 12
+    trainer.train(*BACK, f"train.steps={last}", "layer_stats.every=2")
+    lines = (trainer.folder / "layers.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [each["step"] for each in found] == [2, 4, 6, 8, 10, 12]
+    assert all(None not in each["values"]["grad_norm/mlp.up"] for each in found)
+
+
+def test_skipped_steps_are_recorded_without_update(trainer: FaultyTrainer) -> None:
+    """The gradients of a bad step are null, and its updates are 0."""
+    trainer.bad = {3}
+    trainer.train("guard.bad_steps=skip", "train.steps=6", "layer_stats.every=2")
+    lines = (trainer.folder / "layers.jsonl").read_text().splitlines()
+    found = {each["step"]: each["values"] for each in map(json.loads, lines)}
+    assert found[4]["grad_norm/mlp.up"] == [None] * 4
+    assert found[4]["update_norm/mlp.up"] == [0.0] * 4
+    assert min(found[6]["update_norm/mlp.up"]) > 0
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from tests.bucket import Bucket
 from tests.train.runs import Run, Start, ledger, saved_digest, wait_for
 
 STEPS = 12
-ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.tensorboard=false", "log.every=1")
+ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.trackers=[]", "log.every=1")
 ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 

@@ -17,7 +17,7 @@ from tests.train.runs import SAME, Run, Start, losses, saved_digest, wait_for
 PACKINGS: tuple[Packing, ...] = get_args(Packing)[1:]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 LENGTH = 48
-EVERY = (f"train.sequence_length={LENGTH}", "train.steps=8", "log.every=1", "log.tensorboard=false")
+EVERY = (f"train.sequence_length={LENGTH}", "train.steps=8", "log.every=1", "log.trackers=[]")
 SMALL = ("mesh.cpu_devices=1", "mesh.ici_stage=1", "pipeline.microbatches=1")
 STAGED = ("mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2")
 

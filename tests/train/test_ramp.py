@@ -40,7 +40,7 @@ def recorded(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def train_run(tiny: Path, folder: Path, *overrides: str) -> dict[int, dict[str, Any]]:
-    quick = "log.every=1", "log.tensorboard=false", "eval.batches=0", f"run.dir={folder}"
+    quick = "log.every=1", "log.trackers=[]", "eval.batches=0", f"run.dir={folder}"
     train(load([str(tiny), *quick, *overrides]))
     return recorded(folder / "run")
 

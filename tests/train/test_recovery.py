@@ -19,7 +19,7 @@ from tests.train.runs import Run, Start, events, saved_digest, wait_for, write_m
 
 STEPS = 16
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
-ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.tensorboard=false")
+ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.trackers=[]")
 ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 DRIVER = HERE / "storage_driver.py"
 SHARDS, FAULTS_EACH = 6, 50
 SMALL = ("eval.batches=0", "mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
-SMALL += ("checkpoint.retries=1", "log.tensorboard=false")
+SMALL += ("checkpoint.retries=1", "log.trackers=[]")
 
 
 @pytest.mark.fault("L2")

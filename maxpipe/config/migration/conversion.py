@@ -126,6 +126,15 @@ class Conversion:
             action = f"Train this model with {self.peer.name}, or set {theirs}={values}."
             self.reject(theirs, f"must be {values}: {why}", action)
 
+    def write_trackers(self, tensorboard: str, wandb: str) -> None:
+        """Set the trackers from the peer's switches of TensorBoard and W&B, if one of them is not
+        at its default.
+        """
+        if not (self.is_default(tensorboard) and self.is_default(wandb)):
+            switches = {"tensorboard": tensorboard, "wandb": wandb}
+            names = [name for name, switch in switches.items() if self[switch]]
+            self.write("log.trackers", names, *self.if_given(tensorboard, wandb))
+
     def reported(self) -> set[str]:
         """Return the keys of the source that the report already covers."""
         named = {key for each in self.settings.values() for key in each.theirs}

@@ -87,6 +87,7 @@ def _run(c: Conversion, model_name: str) -> None:
         why = "run.seed also determines the order of the documents."
         c.differs("data_shuffle_seed", why)
     c.write("train.sequence_length", c["max_target_length"], "max_target_length")
+    c.write_trackers("enable_tensorboard", "enable_wandb")
     c.write("model.compute_dtype", c["dtype"], "dtype")
     c.write("model.param_dtype", c["weight_dtype"], "weight_dtype")
     for key in ("dtype", "weight_dtype"):

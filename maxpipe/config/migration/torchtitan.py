@@ -145,6 +145,7 @@ def _run(c: Conversion) -> None:
         else:
             c.write("run.seed", c[seed], seed)
     c.write("train.sequence_length", c["training.seq_len"], "training.seq_len")
+    c.write_trackers("metrics.enable_tensorboard", "metrics.enable_wandb")
     for ours, theirs in {
         "model.param_dtype": "training.dtype",
         "model.compute_dtype": "training.mixed_precision_param",

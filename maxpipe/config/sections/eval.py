@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import BATCH_AXES, add_ranges, axis_keys, batch_shards, did_you_mean, rule
 from maxpipe.config.sections.data import all_sources, is_synthetic
+from maxpipe.config.sections.grpo import is_function_in_file
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import round_up
 from maxpipe.io.typed_json import renamed_from
@@ -33,6 +34,49 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GenerativeTaskConfig:
+    """Generative task: the model completes prompts in each evaluation, and a scorer rates the
+    completions.
+    """
+
+    path: str = ""
+    """JSON Lines file that contains the prompts. Each object contains either a string in `prompt`,
+    or `messages`, which are rendered by the chat template. Each object also contains the fields
+    that the scorer reads, such as `answer`. The file is read once, at the start of the run."""
+    scorer: Literal["exact", "number", "regex", "arithmetic"] = "exact"
+    """Built-in scorer, which returns 1 or 0, as in `grpo.reward`. Ignored if `scorer_file` is
+    set."""
+    scorer_field: str = ""
+    """Name of the record field that the scorer reads. If empty, the default field of the scorer is
+    used."""
+    scorer_file: str = ""
+    """Python scorer, as `FILE.py:FUNCTION`. Replaces `scorer`. The function is called once per
+    completion with the completion (a string) and the prompt's record (a dict), and must return a
+    number. The function runs in a separate process. If it fails, the completion's score is 0."""
+    allow_code: bool = False
+    """Allow the code in `scorer_file` to run. The code runs with your permissions."""
+    timeout_seconds: float = 10.0
+    """Time limit in seconds for one call to the scorer."""
+    samples: int = 1
+    """Number of completions per prompt. With more than one, the metrics include pass@k: the
+    probability that at least one of k completions has a score of at least 1."""
+    temperature: float = 0.0
+    """Sampling temperature of completions. If 0, the most likely token is always selected (greedy
+    decoding)."""
+    max_tokens: int = 256
+    """Maximum number of tokens per completion. Prompt and completion together are limited to
+    `train.sequence_length` tokens."""
+    stop: list[str] = field(default_factory=list)
+    """Stop strings. A completion ends at the first stop string, which is removed before the
+    completion is scored."""
+    chat: bool = False
+    """Render each string in `prompt` as a user message with the tokenizer's chat template."""
+    num_prompts: int = 0
+    """Number of prompts in each evaluation, counted from the start of the file. 0 uses all
+    prompts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """Evaluation during training: validation loss, tasks, samples and early stopping."""
 
@@ -47,6 +91,24 @@ class EvalConfig:
     tasks: dict[str, TaskConfig] = field(default_factory=dict)
     """Multiple-choice tasks, keyed by name: `eval.tasks.sums.path=sums.jsonl` adds the metric
     `eval/sums/accuracy`. All tasks are scored in each evaluation."""
+    generative_tasks: dict[str, GenerativeTaskConfig] = field(default_factory=dict)
+    """Generative tasks, keyed by name: `eval.generative_tasks.gsm8k.path=gsm8k.jsonl` adds the
+    metric `eval/gsm8k/score`. All tasks are scored in each evaluation, and the completions are
+    written to `evaluations/` in the run folder."""
+    harness_tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness, which `pip install 'maxpipe[harness]'` installs. The metrics
+    are `harness/TASK/METRIC`. Datasets are downloaded at the start of the run, unless they are in
+    the cache of the `datasets` package."""
+    harness_every: int = 0
+    """Number of steps between evaluations of `eval.harness_tasks`; a multiple of `eval.every`. 0
+    selects all evaluations."""
+    harness_limit: int = 0
+    """Number of examples of each task in `eval.harness_tasks`. 0 uses all examples."""
+    harness_fewshot: int = -1
+    """Number of solved examples before each question in `eval.harness_tasks`. -1 uses the default
+    of each task."""
+    harness_path: str = ""
+    """Folder with YAML files of further tasks for `eval.harness_tasks`."""
     patience: int = 0
     """Patience for early stopping: the run ends after this number of consecutive evaluations
     without an improvement in `checkpoint.best_metric`. Before it ends, the run performs a final
@@ -83,6 +145,9 @@ add_ranges(
     Bound("eval.every", 100, 0, why="0 evaluates only after the last step"),
     Bound("eval.batch_size", 8, 0, why="0 uses train.batch_size"),
     Bound("eval.batches", 8, 0, why="0 evaluates no documents"),
+    Bound("eval.harness_every", 1000, 0, why="0 selects all evaluations"),
+    Bound("eval.harness_limit", 100, 0, why="0 uses all examples"),
+    Bound("eval.harness_fewshot", 5, -1, 1000, "-1 uses the default of each task"),
     Bound("eval.patience", 3, 0, why="0 disables early stopping"),
     Bound("eval.min_delta", 0.0, 0, LARGEST, "a negative improvement is a deterioration"),
     Bound("eval.sample_conversations", 4, 0, why="0 samples no conversations"),
@@ -91,6 +156,15 @@ add_ranges(
     Bound("eval.sample_temperature", 1.0, 0, LARGEST, "the value must fit in float32"),
 )
 
+
+_TASK_BOUNDS = (
+    Bound("samples", 4, 1, 1024),
+    Bound("temperature", 0.8, 0, 100),
+    Bound("max_tokens", 256, 1),
+    Bound("num_prompts", 100, 0),
+    Bound("timeout_seconds", 10.0, 0, 86400, low_is_inside=False),
+)
+"""Ranges of the keys of a generative task."""
 
 LOSS = "eval/loss"
 
@@ -108,12 +182,21 @@ PAIR_METRICS: dict[str, BestMode] = {
     "nats_rejected": "max",
 }
 """Metrics of preference evaluations other than the loss."""
-_MODES: dict[str, BestMode] = {**PAIR_METRICS, "accuracy_by_bytes": "max"}
+_MODES: dict[str, BestMode] = {**PAIR_METRICS, "accuracy_by_bytes": "max", "score": "max"}
+
+
+def pass_counts(samples: int) -> list[int]:
+    """Return the values of k for which pass@k is reported: powers of two and the number of samples;
+    none with a single sample.
+    """
+    powers = [2**power for power in range(samples.bit_length())]
+    return sorted({*powers, samples}) if samples > 1 else []
 
 
 def best_mode_of(metric: str) -> BestMode:
     """Return `max` if larger values of an evaluation metric (a tag) are better, else `min`."""
-    return _MODES.get(metric.rpartition("/")[2], "min")
+    name = metric.rpartition("/")[2]
+    return "max" if name.startswith("pass_at_") else _MODES.get(name, "min")
 
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
@@ -130,6 +213,9 @@ def metrics_of(config: Config) -> dict[str, BestMode]:
             tags += [f"source/{name}/eval_{loss}" for loss in losses]
     for name in sorted(config.eval.tasks):
         tags += [f"eval/{name}/{accuracy}" for accuracy in _ACCURACIES]
+    for name, task in sorted(config.eval.generative_tasks.items()):
+        tags.append(f"eval/{name}/score")
+        tags += [f"eval/{name}/pass_at_{count}" for count in pass_counts(task.samples)]
     return {tag: best_mode_of(tag) for tag in tags}
 
 
@@ -144,6 +230,52 @@ def _tasks_have_files(config: Config) -> Iterator[RuleViolation]:
                 "must be a file of multiple-choice examples.",
                 f"Set {key}={name}.jsonl.",
             )
+
+
+@rule("eval.tasks", "eval.generative_tasks")
+def _generative_tasks_are_complete(config: Config) -> Iterator[RuleViolation]:
+    for name, task in config.eval.generative_tasks.items():
+        key = f"eval.generative_tasks.{name}"
+        if not task.path:
+            rule = "must be a file of prompts."
+            yield RuleViolation(
+                Code.DATA_MISSING, f"{key}.path", rule, f"Set {key}.path={name}.jsonl."
+            )
+        if name in (*config.eval.tasks, *config.data.validation):
+            rule = "must differ from the names in eval.tasks and data.validation, whose metrics "
+            action = f"Rename the task to eval.generative_tasks.{name}_text."
+            yield RuleViolation(Code.CFG_VALUE, key, f"{rule}are eval/{name}/...", action)
+        for bound in _TASK_BOUNDS:
+            if not bound.holds(getattr(task, bound.key)):
+                action = f"Set {key}.{bound.key}={bound.example:g}."
+                rule = f"must be {bound}."
+                yield RuleViolation(Code.CFG_VALUE, f"{key}.{bound.key}", rule, action)
+        if task.samples > 1 and task.temperature == 0:
+            rule = f"must be more than 0 with {key}.samples={task.samples}: "
+            rule += "greedy completions of one prompt are equal."
+            action = f"Set {key}.temperature=0.8, or {key}.samples=1."
+            yield RuleViolation(Code.CFG_VALUE, f"{key}.temperature", rule, action)
+        if task.scorer_file and not is_function_in_file(task.scorer_file):
+            rule = "must be a Python file and the name of a function in it, as FILE.py:FUNCTION."
+            action = f"Set {key}.scorer_file=scorer.py:score."
+            yield RuleViolation(Code.POST_REWARD, f"{key}.scorer_file", rule, action)
+        elif task.scorer_file and not task.allow_code:
+            rule = f"requires {key}.allow_code=true: the run executes this code with your "
+            rule += "permissions."
+            action = f"Read the file, and set {key}.allow_code=true if you trust it."
+            yield RuleViolation(Code.POST_REWARD, f"{key}.scorer_file", rule, action)
+
+
+@rule("eval.harness_every", "eval.every", "eval.harness_tasks")
+def _harness_runs_during_evaluations(config: Config) -> Iterator[RuleViolation]:
+    section = config.eval
+    if section.harness_tasks and section.every and section.harness_every % section.every:
+        yield RuleViolation(
+            Code.CFG_SIZES,
+            "eval.harness_every",
+            f"must be a multiple of eval.every ({section.every}).",
+            f"Set eval.harness_every={round_up(section.harness_every, section.every)}.",
+        )
 
 
 @rule(

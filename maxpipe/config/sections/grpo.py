@@ -42,12 +42,13 @@ class GrpoConfig:
     stop: list[str] = field(default_factory=list)
     """Stop strings. A completion ends at the first stop string, which is removed before the reward
     is computed."""
-    reward: Literal["exact", "regex", "arithmetic"] = "exact"
+    reward: Literal["exact", "number", "regex", "arithmetic"] = "exact"
     """Built-in reward function, which returns 1 or 0. `exact` returns 1 if the completion equals
-    the record's `answer`, ignoring surrounding whitespace. `regex` returns 1 if the record's
-    `pattern` matches anywhere in the completion. `arithmetic` returns 1 if the completion is a
-    number equal to the value of the record's `expression`, or of the expression before `=` in the
-    last line of the prompt. Ignored if `grpo.reward_file` is set."""
+    the record's `answer`, ignoring surrounding whitespace. `number` returns 1 if the last number in
+    the completion equals the last number in the record's `answer`. `regex` returns 1 if the
+    record's `pattern` matches anywhere in the completion. `arithmetic` returns 1 if the completion
+    is a number equal to the value of the record's `expression`, or of the expression before `=` in
+    the last line of the prompt. Ignored if `grpo.reward_file` is set."""
     reward_field: str = ""
     """Name of the record field that `grpo.reward` reads. If empty, the default field of the reward
     function is used."""
@@ -162,12 +163,17 @@ def _completions_fit(config: Config) -> Iterator[RuleViolation]:
         )
 
 
+def is_function_in_file(text: str) -> bool:
+    """Return whether the text has the form `FILE.py:FUNCTION`."""
+    return re.fullmatch(r".+\.py:[A-Za-z_]\w*", text) is not None
+
+
 @rule(_FILE, _CODE, _OBJECTIVE)
 def _code_is_allowed(config: Config) -> Iterator[RuleViolation]:
     reward_file = config.grpo.reward_file
     if not reward_file or not _is_grpo(config):
         return
-    if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", reward_file):
+    if not is_function_in_file(reward_file):
         yield RuleViolation(
             Code.POST_REWARD,
             _FILE,

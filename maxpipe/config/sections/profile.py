@@ -64,7 +64,7 @@ def _profiles_do_not_overlap(config: Config) -> Iterator[RuleViolation]:
             kept.append(step)
     if len(kept) < len(at):
         yield RuleViolation(
-            Code.CFG_CONFLICT,
+            Code.CFG_VALUE,
             "profile.at",
             f"must contain steps that are at least profile.steps={steps} apart.",
             f"Set profile.at={_listed(kept)}.",

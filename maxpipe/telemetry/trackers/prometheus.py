@@ -1,0 +1,114 @@
+"""Tracker for Prometheus: an HTTP endpoint with the newest value of each metric, and a file.
+
+Both have the text format of Prometheus. The file is for the textfile collector of node_exporter.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.server
+import math
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from maxpipe.io import files
+from maxpipe.telemetry.metrics import metric_of
+from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker
+
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class PrometheusTracker(Tracker):
+    """Serves the newest values. Each metric has the label `run`."""
+
+    keeps_history: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._run, self._file, self._address = "", "", ""
+        self._values: dict[str, float] = {}
+        self._step, self._text = -1, ""
+        self._server: http.server.ThreadingHTTPServer | None = None
+
+    def open(self, run: TrackedRun, run_id: str) -> str:
+        tracker_config = run.tracker_config
+        self._run, self._file = run.name, tracker_config.prometheus_file
+        self._address = self._file
+        if (port := tracker_config.prometheus_port) and self._server is None:
+            self._server = self._serve(tracker_config.prometheus_host, port)
+            self._address = f"http://{tracker_config.prometheus_host}:{port}/metrics"
+        return run.name
+
+    def _serve(self, host: str, port: int) -> http.server.ThreadingHTTPServer:
+        tracker = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            timeout = 10.0
+
+            def do_GET(self) -> None:
+                body = tracker._text.encode()
+                self.send_response(200)
+                self.send_header("Content-Type", _CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Print no line per request."""
+
+        try:
+            server = http.server.ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                words = f"port {port} of {host} is in use; set tracker.prometheus_port to another "
+                raise RuntimeError(f"{words}port, or to 0 to serve no endpoint") from error
+            raise
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
+
+    def log(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._step = record.step
+            self._values |= record.values
+        self._text = exposition(self._run, self._step, self._values)
+        if self._file:
+            files.write(self._file, self._text)
+
+    def close(self, is_complete: bool) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+
+def exposition(run: str, step: int, values: Mapping[str, float]) -> str:
+    """Return the newest values of a run in the text format of Prometheus."""
+    label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    lines = [
+        "# HELP maxpipe_step Step of the newest record.",
+        "# TYPE maxpipe_step gauge",
+        f'maxpipe_step{{run="{label}"}} {step}',
+    ]
+    tags_of: dict[str, list[str]] = {}
+    for tag in values:
+        tags_of.setdefault(f"maxpipe_{_NAME.sub('_', tag)}", []).append(tag)
+    for name, tags in tags_of.items():
+        if (metric := metric_of(tags[0])) is not None:
+            unit = f" [{metric.unit}]" if metric.unit else ""
+            text = " ".join(f"{metric.meaning}{unit}".replace("\\", r"\\").split())
+            lines.append(f"# HELP {name} {text}")
+        lines.append(f"# TYPE {name} gauge")
+        # The label `tag` separates metrics whose tags differ only in characters such as `-`.
+        lines += [f'{name}{{run="{label}",tag="{t}"}} {_number(values[t])}' for t in tags]
+    return "\n".join([*lines, ""])
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(float(value))
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -1,0 +1,101 @@
+"""The endpoint and the file have the text format of Prometheus."""
+
+from __future__ import annotations
+
+import math
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from maxpipe.config.sections.tracker import TrackerConfig
+from maxpipe.telemetry.trackers.prometheus import exposition
+from tests.telemetry.trackers.stub import Tracking, wait_until
+
+
+def parsed(text: str) -> dict[str, Any]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_exposition_has_names_help_units_and_values():
+    values = {
+        "train/loss": 0.1 + 0.2,
+        "perf/step_s": 5e-324,
+        "train/grad_norm": math.nan,
+        "eval/my-task/accuracy": 0.5,
+        "eval/my_task/accuracy": 0.25,
+        "other/metric": math.inf,
+        "train/tokens": 2.0**53,
+    }
+    families = parsed(exposition('a "b"\\c', 7, values))
+    assert families["maxpipe_step"].samples[0].value == 7
+    loss = families["maxpipe_train_loss"]
+    assert loss.type == "gauge" and loss.documentation.endswith("[nats per token]")
+    assert loss.samples[0].labels == {"run": 'a "b"\\c', "tag": "train/loss"}
+    found = {
+        sample.labels["tag"]: sample.value
+        for family in families.values()
+        for sample in family.samples
+        if "tag" in sample.labels
+    }
+    assert math.isnan(found.pop("train/grad_norm"))
+    del values["train/grad_norm"]
+    assert found == values
+    assert len(families["maxpipe_eval_my_task_accuracy"].samples) == 2
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def scrape(port: int) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            return parsed(response.read().decode())
+    except OSError:
+        return {}
+
+
+def test_endpoint_and_file_show_the_newest_record(tmp_path: Path):
+    port, file = free_port(), tmp_path / "maxpipe.prom"
+    tracking = Tracking(tmp_path, ["prometheus"], prometheus_port=port, prometheus_file=str(file))
+    tracking.open()
+    tracking.write(1, 2, 3)
+    wait_until(lambda: (found := scrape(port)) and found["maxpipe_step"].samples[0].value == 3)
+    loss = scrape(port)["maxpipe_train_loss"].samples[0]
+    assert loss.value == 1 / 3 and loss.labels["run"] == "run"
+    wait_until(lambda: file.exists() and "maxpipe_step" in file.read_text())
+    assert parsed(file.read_text())["maxpipe_train_loss"].samples[0].value == 1 / 3
+    tracking.close()
+    assert not scrape(port)
+    assert [path.name for path in tmp_path.glob("maxpipe.prom*")] == ["maxpipe.prom"]
+    again = Tracking(tmp_path, ["prometheus"], prometheus_port=port)
+    again.open(resume_step=2)  # the newest values are shown before the first new record
+    wait_until(lambda: (found := scrape(port)) and found["maxpipe_step"].samples[0].value == 2)
+    again.close()
+    assert not tracking.warnings and not again.warnings
+
+
+def test_port_that_is_in_use_is_a_warning_with_an_action(tmp_path: Path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        tracking = Tracking(
+            tmp_path, ["prometheus"], prometheus_port=port, exit_timeout_seconds=1.0
+        )
+        tracking.open()
+        tracking.write(1)
+        wait_until(lambda: tracking.warnings)
+        tracking.close()
+    assert f"port {port} of 127.0.0.1 is in use" in tracking.warnings[0]
+    assert "set tracker.prometheus_port to another port" in tracking.warnings[0]
+
+
+def test_the_endpoint_is_local_by_default():
+    assert TrackerConfig().prometheus_host == "127.0.0.1"
