@@ -34,10 +34,9 @@ def test_documented_reward_function_works(tmp_path: Path) -> None:
     [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "rewards.py").write_text(block)
     from maxpipe.config.sections.grpo import GrpoConfig
-    from maxpipe.rewards.process import RewardFunction
+    from maxpipe.rewards.process import RewardFunction, RewardSettings
 
-    rewards = RewardFunction(
-        GrpoConfig(reward_file=f"{tmp_path / 'rewards.py'}:reward", allow_code=True)
-    )
+    config = GrpoConfig(reward_file=f"{tmp_path / 'rewards.py'}:reward", allow_code=True)
+    rewards = RewardFunction(RewardSettings.from_grpo(config))
     assert rewards.compute("It is 7.", {"answer": "7"}, "line 1") == pytest.approx(1 - 0.008)
     rewards.close()

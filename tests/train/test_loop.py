@@ -48,7 +48,10 @@ def copy(uninterrupted: Path, tmp_path: Path) -> Path:
 
 def test_run_folder_has_documented_files(uninterrupted: Path):
     names = {path.name for path in uninterrupted.iterdir()} - {"output.txt"}
-    assert names == {"config.yml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints"}
+    assert names == {
+        *("config.yml", "metrics.jsonl", "events.jsonl", "forecast.json"),
+        *("tensorboard", "checkpoints"),
+    }
     steps = {path.name for path in (uninterrupted / "checkpoints").iterdir()}
     assert steps == {"4", "8", "12", "16", "20", "24"}
 
