@@ -50,7 +50,7 @@ def test_profile_has_all_files_and_is_reported(profiled: Path):
     names = {path.name for path in folder.iterdir()}
     assert names == {
         *("plugins", "profile.json", "train_step.hlo.gz", "memory.json"),
-        *("timeline.json", "timeline.svg", "perfetto.json"),
+        *("timeline.json", "timeline.svg", "perfetto.json", "report.json"),
     }
     assert num_traces(folder) == 1
     found = [(line["step"], line["steps"], line["reason"]) for line in ledger(profiled, "profile")]
