@@ -123,6 +123,7 @@ ROOT_CONFIG = (
     "maxpipe.huggingface.export",
     "maxpipe.huggingface.peft",
     "maxpipe.planner",
+    "maxpipe.profiles.run_comparison",
     "maxpipe.launch",
     "maxpipe.diagnosis.doctor",
     "maxpipe.api",
