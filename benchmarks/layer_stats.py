@@ -58,7 +58,8 @@ PREAMBLE = """\
 A Llama with {params:.0f} M parameters in float32 is trained on {rows} sequences of {tokens} tokens
 per step, on one device with 2 microbatches. Each round times one step without statistics and one
 step of each kind, alternately.
-The table lists medians of {rounds} rounds. The column "per step" is the additional time divided by
+The table lists medians of {rounds} rounds, in CPU time of the process. The column "difference" is
+the median of the differences within a round, and "per step" is this difference divided by
 `layer_stats.every={every}` and by the time of a step without statistics.
 
 With `layer_stats.every=0`, no second train step is compiled, and the train step is the same program
@@ -97,24 +98,26 @@ def make_batch(steps: Steps) -> Any:
     return jax.device_put(batch, steps.batch_sharding)
 
 
-def measure(rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the times of each kind of step in seconds, and its temporary memory in bytes."""
+def measure(rounds: int, *, histograms: bool) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Return the CPU times of each kind of step in seconds, and its temporary memory in bytes."""
     steps, state = build(), build().init()
     batch, model = make_batch(steps), steps.param_layout.decoder.model
     programs = {"none": steps.compile_train()}
     for name, config in KINDS.items():
+        if config.histograms and not histograms:
+            continue
         programs[name] = steps.with_layer_statistics(config).compile_train()
     times: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(rounds + 1):
         order = list(programs) if number % 2 else list(reversed(programs))
         for name in order:
-            start = time.perf_counter()
+            start = time.process_time()
             state, metrics = programs[name](state, batch)
             jax.block_until_ready((state, metrics))
             if LAYER_STATS in metrics:
                 summarize(model, metrics[LAYER_STATS])
             if number:  # the first round warms up caches
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.process_time() - start)
         print(number, {name: round(t[-1], 3) for name, t in times.items() if t}, flush=True)
     memory = {
         name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()
@@ -125,7 +128,9 @@ def measure(rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
 def table(times: dict[str, list[float]], memory: dict[str, int]) -> str:
     """Return the Markdown table of medians."""
     plain = statistics.median(times["none"])
-    lines = ["| statistics | seconds of a step | difference | per step | temporary memory (MiB) |"]
+    lines = [
+        "| statistics | CPU seconds of a step | difference | per step | temporary memory (MiB) |"
+    ]
     lines.append("|---" * 5 + "|")
     for name, seconds in times.items():
         median = statistics.median(seconds)
@@ -152,8 +157,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--histograms", action="store_true", help="also measure histograms")
     options = parser.parse_args()
-    times, memory = measure(options.rounds)
+    times, memory = measure(options.rounds, histograms=options.histograms)
     plain = statistics.median(times["none"])
     off = host_seconds()
     page = table(times, memory)
