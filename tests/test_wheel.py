@@ -49,6 +49,7 @@ def test_wheel_contains_only_package_and_all_configs(wheel: Path):
             assert opened.read(copy) == path.read_bytes()
             names.remove(copy)
     files = [path for end in ("*.py", "*.yml") for path in (ROOT / "maxpipe").rglob(end)]
+    files += (ROOT / "maxpipe" / "report" / "assets").iterdir()  # scripts of the report page
     assert names == {path.relative_to(ROOT).as_posix() for path in files}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -31,6 +32,10 @@ LARGER = ("model.d_model=4096", "model.d_mlp=16384")
 def is_explained(text: str, code: str = "MP-MEM-001") -> None:
     """Assert an error with location, needed and available memory, largest terms and action."""
     where, rule, *terms, action = text.splitlines()
+    if "Live arrays on one device:" in terms:  # of a failed allocation
+        place = terms.index("Live arrays on one device:")
+        terms, live = terms[:place], terms[place + 1 :]
+        assert live and all(re.search(r"[\d.]+ (GiB|MiB|KiB|B)  ", each) for each in live), live
     assert where == f"memory  [{code}]" and "GiB" in rule
     assert len(terms) > 1 and all("reduce with " in each for each in terms)
     assert action.strip().startswith("Change one of the")
