@@ -84,7 +84,8 @@ class AlertsConfig:
     `alerts.command`."""
     webhook: str = ""
     """URL that receives alerts as JSON by POST, or `$NAME` to read the URL from the environment
-    variable NAME. Use a variable if the URL is secret."""
+    variable NAME. Redirects are not followed. `config.yml` and other records contain only the host
+    of the URL."""
     command: list[str] = field(default_factory=list, hash=False)
     """Program and arguments that run for each alert, without a shell. The program receives the
     alert as JSON on standard input. Its environment contains no secrets."""
