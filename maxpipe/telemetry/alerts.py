@@ -233,6 +233,14 @@ class Alerts:
         self._generation += 1  # last: the thread reads the step after it
         if not self._is_started:
             self._is_started = True
+            uses_webhook = any(
+                "webhook" in actions_of(self._config, r) for r in self._rules.values()
+            )
+            if uses_webhook and not _is_url(webhook_url(self._config)):
+                self._warn(
+                    f"alerts.webhook = {self._config.webhook}: the environment variable contains "
+                    "no URL, so no alert can be sent. Set it, and start the run again."
+                )
             for each in (self._thread, self._webhooks, self._commands):
                 each.start()
 
@@ -371,7 +379,7 @@ class Alerts:
 
     def _post_once(self, alert: Alert) -> None:
         url = webhook_url(self._config)
-        if not url.startswith(("http://", "https://")):
+        if not _is_url(url):
             raise ValueError(f"the environment variable {self._config.webhook} contains no URL")
         request = urllib.request.Request(
             url,
@@ -482,6 +490,10 @@ def webhook_url(config: AlertsConfig) -> str:
     """Return the URL of the webhook, or an empty string if its environment variable is not set."""
     url = config.webhook
     return os.environ.get(url[1:], "") if url.startswith("$") else url
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

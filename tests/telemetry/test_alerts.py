@@ -277,6 +277,18 @@ def test_the_variable_of_the_webhook_is_a_secret(tmp_path: Path, monkeypatch: py
     assert "ALERT_URL" not in module.environment_without_secrets()
 
 
+def test_a_webhook_variable_without_url_is_a_warning(tmp_path: Path):
+    run = Alerting(tmp_path, actions=["webhook"], webhook="$MAXPIPE_TEST_NO_URL")
+    run.write(1.0)
+    run.close()
+    [warning] = run.warnings
+    assert warning.startswith("alerts.webhook = $MAXPIPE_TEST_NO_URL: the environment variable")
+    run = Alerting(tmp_path / "other", webhook="$MAXPIPE_TEST_NO_URL")  # no rule uses it
+    run.write(1.0)
+    run.close()
+    assert not run.warnings
+
+
 COMMAND = """
 import json, os, sys
 record = json.load(sys.stdin)

@@ -162,7 +162,7 @@ def _actions_have_targets(config: Config) -> Iterator[RuleViolation]:
             "alerts.webhook",
             "must be a URL that begins with http:// or https://, or $NAME for the environment "
             "variable NAME: a rule has the action webhook.",
-            "Set alerts.webhook=http://127.0.0.1:8080/alert, or remove webhook from the actions.",
+            "Set alerts.webhook=http://127.0.0.1:8080, or remove webhook from the actions.",
         )
     if "command" in used and not alerts.command:
         yield RuleViolation(
