@@ -292,7 +292,7 @@ class Alerts:
         self._step, self._step_tags = -1, set()
         with contextlib.suppress(OSError):
             for record in files.read_json_lines(self._run_dir / METRICS_FILE, dict[str, Any]):
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                     at, seconds = int(record.pop("step")), _seconds(record.pop("time"))
                     values = {k: math.nan if v is None else float(v) for k, v in record.items()}
                     if at <= step:
@@ -301,7 +301,7 @@ class Alerts:
             for event in files.read_json_lines(self._run_dir / EVENTS_FILE, _AlertEvent):
                 if (state := self._states.get(event["name"])) is not None:
                     state.last_step = max(state.last_step, event["step"])
-                    with contextlib.suppress(ValueError):
+                    with contextlib.suppress(ValueError, OverflowError):
                         state.last_time = max(state.last_time, _seconds(event["time"]))
 
     def _evaluate(self, step: int, seconds: float, values: Mapping[str, float]) -> Iterator[Alert]:

@@ -160,6 +160,7 @@ def exposition(run: str, step: int, values: Mapping[str, float]) -> str:
 
 
 def _escape(label: str) -> str:
+    label = label.encode("utf-8", "replace").decode()  # without surrogates
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
