@@ -207,7 +207,7 @@ class Alerts:
     ):
         self._config, self._rules = config, enabled_rules(config)
         self._run_dir, self._events, self._warn = run_dir, events, warn
-        if config.webhook.startswith("$") and (url := webhook_url(config)).startswith("http"):
+        if config.webhook.startswith("$") and _is_url(url := _resolve(config.webhook)):
             redact.register_secret(url)
         self._states: dict[str, RuleState] = {}
         self._metrics = {each.metric for each in self._rules.values()}
@@ -236,7 +236,7 @@ class Alerts:
             uses_webhook = any(
                 "webhook" in actions_of(self._config, r) for r in self._rules.values()
             )
-            if uses_webhook and not _is_url(webhook_url(self._config)):
+            if uses_webhook and not _is_url(_resolve(self._config.webhook)):
                 self._warn(
                     f"alerts.webhook = {self._config.webhook}: the environment variable contains "
                     "no URL, so no alert can be sent. Set it, and start the run again."
@@ -378,7 +378,7 @@ class Alerts:
             self._fail("webhook", alert, reason)
 
     def _post_once(self, alert: Alert) -> None:
-        url = webhook_url(self._config)
+        url = _resolve(self._config.webhook)
         if not _is_url(url):
             raise ValueError(f"the environment variable {self._config.webhook} contains no URL")
         request = urllib.request.Request(
@@ -461,7 +461,7 @@ class _Deadline(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         return self._connection
 
     def end(self) -> None:
-        """Make the pending read of the request fail."""
+        """Close the connection, so that a pending read fails."""
         self.is_over = True
         if self._connection is not None and (connected := self._connection.sock) is not None:
             with contextlib.suppress(OSError):
@@ -486,10 +486,9 @@ def _open(request: urllib.request.Request, seconds: float) -> None:
         timer.cancel()
 
 
-def webhook_url(config: AlertsConfig) -> str:
-    """Return the URL of the webhook, or an empty string if its environment variable is not set."""
-    url = config.webhook
-    return os.environ.get(url[1:], "") if url.startswith("$") else url
+def _resolve(webhook: str) -> str:
+    """Return the URL of a webhook, or an empty string if its environment variable is not set."""
+    return os.environ.get(webhook[1:], "") if webhook.startswith("$") else webhook
 
 
 def _is_url(text: str) -> bool:

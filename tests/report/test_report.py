@@ -157,6 +157,11 @@ def test_records_cannot_leave_the_data_element(tmp_path: Path) -> None:
     assert "http://" not in re.sub(r"http://www\.w3\.org", "", html.split("<body>")[1][:2000])
 
 
+def test_the_name_of_a_folder_may_be_invalid_unicode(tmp_path: Path) -> None:
+    html = page.render([page.read_run(_write_run(tmp_path / "base"), "a\udcff")])
+    assert "<title>a? - maxpipe report</title>" in html.encode().decode()
+
+
 def test_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = _write_run(tmp_path / "a" / "base")
     second = _write_run(tmp_path / "b" / "base", rate=0.2)

@@ -25,7 +25,7 @@ _NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MAX_CONNECTIONS = 32
 """Maximum number of open connections. Further connections are closed."""
 _REQUEST_SECONDS = 10.0
-"""Time limit for a whole request."""
+"""Maximum duration of a connection."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
