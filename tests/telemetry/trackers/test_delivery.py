@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -301,6 +303,41 @@ def test_no_process_of_a_client_is_left(tracking: Tracking, server: Server):
     assert process is not None
     tracking.close()
     assert process.exit_code is not None
+
+
+HANGING_WORKER = """
+import time
+from maxpipe.telemetry.trackers import interface, worker
+
+class Hanging(interface.Tracker):
+    def open(self, run, run_id):
+        time.sleep(600)
+
+    def log(self, records):
+        pass
+
+worker._TRACKERS, worker._CLOSE_SECONDS = {"hanging": Hanging}, 0.1
+worker.main()
+"""
+
+
+def test_a_client_that_hangs_ends_after_a_killed_run():
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING_WORKER], stdin=pipe, stdout=pipe
+    ) as client:
+        assert client.stdin is not None and client.stdout is not None
+        client.stdin.write(b'{"tracker": "hanging", "plugins": []}\n')
+        client.stdin.flush()
+        assert b"keeps_history" in client.stdout.readline()
+        opening = {"project": "p", "name": "n", "key": "k", "folder": "", "config": {}, "tags": {}}
+        request = {"open": opening | {"tracker_config": {}}, "run_id": ""}
+        client.stdin.write(json.dumps(request).encode() + b"\n")
+        client.stdin.flush()
+        time.sleep(0.5)
+        assert client.poll() is None
+        client.stdin.close()
+        assert client.wait(timeout=SECONDS) == 1
 
 
 def write_lines(path: Path, *records: dict[str, Any], end: str = "") -> None:
