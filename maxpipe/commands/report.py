@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,10 @@ def add(commands: Commands) -> None:
 def _report(options: argparse.Namespace) -> int:
     out = options.out
     if Path(out).suffix not in (".html", ".htm"):
-        rule, action = "must end in .html.", f"Write --out {out}.html."
+        name = str(Path(out).with_suffix(".html")) if Path(out).suffix == ".HTML" else f"{out}.html"
+        if not out or Path(out).is_dir():
+            name = os.path.join(out, "report.html")
+        rule, action = "must end in .html.", f"Write --out {name}."
         raise ConfigError.one(Code.CLI_OUTPUT, "command line: --out", out, rule, action)
     check_place(out, "--out")
     start = time.monotonic()

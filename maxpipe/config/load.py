@@ -638,13 +638,22 @@ def _locate_in_named_section(
     """
     section = assignment.path[0]
     full = f"{section}.{key}"
+    if entry and not NAME_FORM.fullmatch(entry[0]):
+        keys = [*entry[1:], *(assignment.raw if isinstance(assignment.raw, dict) else ())]
+        return assignment.problem(
+            Code.CFG_VALUE,
+            f"must have a name of at most 64 letters, digits, `_` and `-`; got {entry[0]}.",
+            f"Set {full}.web.{keys[0] if keys else 'KEY'}=... (with another name).",
+        )
     if len(entry) < 2:
         if assignment.raw != {} and not (entry and assignment.raw is None):
             rule = (
                 "must be a mapping of names to keys." if not entry else "must be a mapping of keys."
             )
             name = entry[0] if entry else "web"
-            return assignment.problem(Code.CFG_TYPE, rule, f"Set {full}.{name}.path='web/*.txt'.")
+            has_path = "path" in names_in(f"{full}.{NAME}")
+            example = "path='web/*.txt'" if has_path else "metric=train/loss"
+            return assignment.problem(Code.CFG_TYPE, rule, f"Set {full}.{name}.{example}.")
         if entry:
             node[key][entry[0]] = _empty_section(of_name)
         else:
@@ -660,12 +669,6 @@ def _locate_in_named_section(
             Code.CFG_UNKNOWN_KEY,
             f"is not a key of {full}.{name}.",
             f"{action}Its keys are {', '.join(known)}.",
-        )
-    if not NAME_FORM.fullmatch(name):
-        return assignment.problem(
-            Code.CFG_VALUE,
-            f"must have a name of at most 64 letters, digits, `_` and `-`; got {name}.",
-            f"Set {full}.web.{field}=... (with another name).",
         )
     if name not in node[key]:
         node[key][name] = _empty_section(of_name)

@@ -42,7 +42,7 @@ from maxpipe.step.step import Steps
 
 _MAX_NUMBERS = 1 << 31
 """Number of random keys of completions."""
-_SHOWN_FAILURE = 300
+_SHOWN_FAILURE = 600
 SameOnAll = Callable[[str, str], Mapping[str, Sequence[int]]]
 """`ControlChannel.compare_across_processes`."""
 

@@ -226,10 +226,15 @@ def parse_stops(
     """Split stop strings into plain strings and control-token ids.
 
     Raises:
-        ConfigError: a stop string combines a control token with other text and can never match.
+        ConfigError: a stop string is empty, or combines a control token with other text and can
+            never match.
     """
     ids, special = set(), tokenizer.special_tokens
     for text in texts:
+        if not text:
+            rule = "must not be empty: every completion would end before its first token."
+            action = f"Remove the empty string from {where.rpartition(' ')[2]}."
+            raise ConfigError.one(Code.CLI_VALUE, where, "''", rule, action)
         if text in special:
             ids.add(special[text])
         elif inside := next((name for name in special if name and name in text), None):

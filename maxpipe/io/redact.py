@@ -47,7 +47,7 @@ one of the two slashes may be missing."""
 _SECRET_NAME = (
     r"pass(?:word|wd|phrase)|secret|(?:api|access|account|private)[_-]?key|credential"
     r"|connection[_-]?string"
-    r"|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
+    r"|otlp\w*_headers|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
     r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_)(?<!mask_)token(?![A-Za-z])"
 )
 """Regular expression that matches names of secrets. It matches `HF_TOKEN`, but not `eos_token`,
@@ -61,6 +61,12 @@ _NAMED_SECRET = re.compile(
 )
 """Regular expression that matches a secret after its name, as in `--api-key=...`, `?token=...` or
 `Authorization: ...`."""
+
+_WEBHOOK = re.compile(
+    r"""webhook[\w.-]*["']?\s*[:=]\s*["']?https?://[^/?\s"']+[/?]([^\s"',}\]]+)""", re.IGNORECASE
+)
+"""Regular expression that matches the path of a URL after the name of a webhook. The path permits
+anyone to post messages, as in `https://hooks.slack.com/services/...`."""
 
 _MIN_ENVIRONMENT_CHARS = 8
 """Minimum length of a secret in an environment variable; shorter values may be ordinary words."""
@@ -113,6 +119,8 @@ def _secret_spans(given: str, known_secrets: Sequence[str]) -> Iterator[tuple[in
         yield match.start() + len(slash or ""), match.end() - is_address
     for match in _NAMED_SECRET.finditer(given):
         yield match.span(2)
+    for match in _WEBHOOK.finditer(given):
+        yield match.span(1)
 
 
 def redact_for_terminal(given: str) -> str:
@@ -132,8 +140,11 @@ def redact_value(value: _T, name: str = "") -> _T:
 
 def _redact(value: Any, name: str, known_secrets: Sequence[str]) -> Any:
     if isinstance(value, str):
-        secret = value and is_secret_name(name)
-        return REDACTED if secret else _redact_spans(value, known_secrets)
+        if value and is_secret_name(name):
+            return REDACTED
+        if "webhook" in name.lower() and (match := _WEBHOOK.match(f"webhook={value}")):
+            value = value.replace(match[1], REDACTED)
+        return _redact_spans(value, known_secrets)
     if isinstance(value, Mapping):
         return {key: _redact(item, str(key), known_secrets) for key, item in value.items()}
     if name == "environment" and isinstance(value, list):

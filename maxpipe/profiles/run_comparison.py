@@ -38,6 +38,8 @@ _MIN_RECORDS = 3
 """Number of records from which the first one, which includes warm-up, is ignored."""
 _LARGE_DIFFERENCE = 0.1
 """Relative difference between prediction and measurement that is marked in the table."""
+_CALIBRATION_ERROR = 0.05
+"""Maximum relative error of the step time after a calibration."""
 _STEP, _DATA_WAIT = "perf/step_s", "perf/data_wait_s"
 _DEVICE_PEAK = "memory/device_peak_bytes"
 
@@ -285,6 +287,9 @@ def calibrated(found: Comparison) -> Hardware:
 
     The fraction of peak FLOP/s in layers is changed; all other specifications are kept. The
     published and the calibrated value are between 0.1% and 1000% of the peak.
+
+    Raises:
+        ConfigError: no such fraction reproduces the measured time.
     """
     target = found.step.measured
     assert target is not None
@@ -297,6 +302,11 @@ def calibrated(found: Comparison) -> Hardware:
     for _ in range(40):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if seconds(middle) > target else (low, middle)
+    if not math.isclose(seconds(high), target, rel_tol=_CALIBRATION_ERROR):
+        rule = f"has a measured step time of {format_duration(target)}, which no fraction of the "
+        rule += "peak FLOP/s between 0.1% and 1000% explains."
+        action = "Run `maxpipe plan FILE --calibrate`, which measures all figures separately."
+        raise ConfigError.one(Code.RUN_RECORDS, f"run folder {found.run}", None, rule, action)
     name = Path(found.run).name
     return dataclasses.replace(
         found.hardware,

@@ -163,7 +163,9 @@ def render(runs: Sequence[Mapping[str, Any]], refresh_seconds: int = 0) -> str:
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}; "
         "base-uri 'none'; form-action 'none'"
     )
-    title = html.escape(", ".join(run["name"] for run in runs))
+    # The name of a folder may contain bytes that are not UTF-8.
+    names = ", ".join(run["name"] for run in runs).encode("utf-8", "replace").decode()
+    title = html.escape(names)
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',

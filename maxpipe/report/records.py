@@ -211,7 +211,7 @@ def _shorten(value: object) -> object:
 
 def read_layers(path: Path) -> dict[str, Any] | None:
     """Read the layer statistics as matrices: `steps`, `rows` by matrix and base64 `values` by name,
-    `[steps, rows]` in row-major order; None without records.
+    `[steps, rows]` in row-major order; None without values.
 
     At most `_MAX_LAYER_STEPS` evenly spaced records are used.
     """
@@ -224,10 +224,9 @@ def read_layers(path: Path) -> dict[str, Any] | None:
                 continue
             if isinstance(record, dict) and type(record.get("step")) is int:
                 records.append({key: record.get(key) for key in ("step", *_LAYER_FIELDS)})
-    if not records:
-        return None
-    chosen = np.unique(np.linspace(0, len(records) - 1, _MAX_LAYER_STEPS).round().astype(int))
-    records = [records[index] for index in chosen]
+    if len(records) > _MAX_LAYER_STEPS:
+        chosen = np.linspace(0, len(records) - 1, _MAX_LAYER_STEPS).round().astype(int)
+        records = [records[index] for index in chosen]
     rows: dict[str, list[str]] = {}
     columns: dict[str, list[list[float]]] = {}
     for number, record in enumerate(records):
@@ -240,6 +239,8 @@ def read_layers(path: Path) -> dict[str, Any] | None:
                 columns[name].append([value for _, value in values])
         for name, column in columns.items():
             column += [[math.nan] * len(rows[name])] * (number + 1 - len(column))
+    if not rows:
+        return None
     return {
         "steps": [record["step"] for record in records],
         "rows": rows,
@@ -254,12 +255,14 @@ def _layer_values(record: Mapping[str, Any]) -> dict[str, list[tuple[str, float]
     """Return the labeled values of each statistic: one per layer, or one per layer and expert."""
 
     def number(value: object) -> float:
-        return float(value) if type(value) is float or type(value) is int else math.nan
+        # Integers have no limit in JSON, and `float` rejects large ones.
+        known = type(value) is float or (type(value) is int and -MAX_VALUE <= value <= MAX_VALUE)
+        return float(value) if known else math.nan  # type: ignore[arg-type]
 
     found: dict[str, list[tuple[str, float]]] = {}
     values, outside, experts = (record.get(field) or {} for field in _LAYER_FIELDS)
     for name, layers in values.items() if isinstance(values, dict) else ():
-        if isinstance(layers, list):
+        if layers and isinstance(layers, list):
             found[name] = [(f"layer {index}", number(each)) for index, each in enumerate(layers)]
     for name, value in outside.items() if isinstance(outside, dict) else ():
         found[name] = [("outside the layers", number(value))]

@@ -6,6 +6,7 @@ This module does not import other maxpipe modules, so that the worker process st
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -68,6 +69,9 @@ def read_text(record: Record, field: str) -> str:
 
 def read_number(record: Record, field: str) -> Fraction:
     """Return the number in a field of a record; a text may end with the number, as in GSM8K."""
+    value = record.get(field)
+    if isinstance(value, float) and math.isfinite(value):
+        return Fraction(repr(value))  # a number such as 1e-05 has an exponent as text
     found = last_number(read_text(record, field))
     if found is None:
         raise ValueError(f"the record's `{field}` contains no number")
@@ -75,9 +79,11 @@ def read_number(record: Record, field: str) -> Fraction:
 
 
 _LAST_NUMBER = re.compile(
-    r"(?<![\w.])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?(?!\w)", re.ASCII
+    r"(?<![\w.])(?<![\d.][eE][+-])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?(?!\w)",
+    re.ASCII,
 )
-"""Regular expression for a number in text, with or without separators of thousands."""
+"""Regular expression for a number in text, with or without separators of thousands. Numbers with an
+exponent do not match."""
 
 
 def last_number(text: str) -> Fraction | None:

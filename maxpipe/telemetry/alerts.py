@@ -8,14 +8,17 @@ from `metrics.jsonl`, and `events.jsonl` contains the alerts that were raised al
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import math
 import os
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -204,6 +207,8 @@ class Alerts:
     ):
         self._config, self._rules = config, enabled_rules(config)
         self._run_dir, self._events, self._warn = run_dir, events, warn
+        if config.webhook.startswith("$") and _is_url(url := _resolve(config.webhook)):
+            redact.register_secret(url)
         self._states: dict[str, RuleState] = {}
         self._metrics = {each.metric for each in self._rules.values()}
         self._generation, self._resume_step, self._replayed = 0, 0, 0
@@ -214,7 +219,8 @@ class Alerts:
         self._webhooks = BackgroundWorker[Alert]("alerts.webhook", self._post, _MAX_ACTIONS)
         self._commands = BackgroundWorker[Alert]("alerts.command", self._execute, _MAX_ACTIONS)
         self._limiters = {"webhook": RateLimiter(), "command": RateLimiter()}
-        self._is_started = False
+        self._is_started = self._is_abandoned = False
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def has_rules(self) -> bool:
@@ -227,6 +233,14 @@ class Alerts:
         self._generation += 1  # last: the thread reads the step after it
         if not self._is_started:
             self._is_started = True
+            uses_webhook = any(
+                "webhook" in actions_of(self._config, r) for r in self._rules.values()
+            )
+            if uses_webhook and not _is_url(_resolve(self._config.webhook)):
+                self._warn(
+                    f"alerts.webhook = {self._config.webhook}: the environment variable contains "
+                    "no URL, so no alert can be sent. Set it, and start the run again."
+                )
             for each in (self._thread, self._webhooks, self._commands):
                 each.start()
 
@@ -249,10 +263,15 @@ class Alerts:
         self._thread.end()
         self._thread.join(deadline - time.monotonic())
         self._warn_about_missing(is_end=True)
-        for name, each in (("webhook", self._webhooks), ("command", self._commands)):
-            each.end()
+        actions = {"webhook": self._webhooks, "command": self._commands}
+        for each in actions.values():
+            each.end()  # a thread without pending actions ends while another one is awaited
+        for name, each in actions.items():
             if not each.join(deadline - time.monotonic()) or each.dropped:
                 self._warn(f"alerts.{name}: not all alerts were processed before the run ended")
+        self._is_abandoned = True
+        if (process := self._process) is not None:
+            _kill(process)
         if lost := self._thread.dropped:
             self._warn(f"alerts: {pluralize(lost, 'record')} were not evaluated")
 
@@ -273,7 +292,7 @@ class Alerts:
         self._step, self._step_tags = -1, set()
         with contextlib.suppress(OSError):
             for record in files.read_json_lines(self._run_dir / METRICS_FILE, dict[str, Any]):
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                     at, seconds = int(record.pop("step")), _seconds(record.pop("time"))
                     values = {k: math.nan if v is None else float(v) for k, v in record.items()}
                     if at <= step:
@@ -282,7 +301,7 @@ class Alerts:
             for event in files.read_json_lines(self._run_dir / EVENTS_FILE, _AlertEvent):
                 if (state := self._states.get(event["name"])) is not None:
                     state.last_step = max(state.last_step, event["step"])
-                    with contextlib.suppress(ValueError):
+                    with contextlib.suppress(ValueError, OverflowError):
                         state.last_time = max(state.last_time, _seconds(event["time"]))
 
     def _evaluate(self, step: int, seconds: float, values: Mapping[str, float]) -> Iterator[Alert]:
@@ -338,34 +357,39 @@ class Alerts:
             self._commands.put(alert)
 
     def _post(self, alert: Alert | None) -> None:
-        if alert is None:
-            return
         reason = ""
         for attempt in range(_ATTEMPTS):
+            if alert is None or self._is_abandoned:
+                return
             time.sleep(attempt * _PAUSE_SECONDS)
             try:
                 return self._post_once(alert)
+            except urllib.error.HTTPError as error:
+                error.close()
+                is_redirect = 300 <= error.code < 400
+                reason = f"HTTP {error.code}{', and redirects are not followed' * is_redirect}"
+            except http.client.InvalidURL:  # the message contains the URL
+                reason = "the URL is not valid"
+            except http.client.HTTPException as error:
+                reason = f"no valid HTTP response ({type(error).__name__})"
             except (OSError, ValueError) as error:
-                code = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else ""
-                reason = code or str(getattr(error, "reason", error)) or type(error).__name__
-        self._fail("webhook", alert, reason)
+                reason = str(getattr(error, "reason", error)) or type(error).__name__
+        if alert is not None:
+            self._fail("webhook", alert, reason)
 
     def _post_once(self, alert: Alert) -> None:
-        url = self._config.webhook
-        if url.startswith("$"):
-            url = os.environ.get(url[1:], "")
-        if not url.startswith(("http://", "https://")):
+        url = _resolve(self._config.webhook)
+        if not _is_url(url):
             raise ValueError(f"the environment variable {self._config.webhook} contains no URL")
         request = urllib.request.Request(
             url,
             data=self._payload(alert),
             headers={"Content-Type": "application/json", "User-Agent": "maxpipe"},
         )
-        with urllib.request.urlopen(request, timeout=self._config.timeout_seconds) as response:
-            response.read(1)
+        _open(request, self._config.timeout_seconds)
 
     def _execute(self, alert: Alert | None) -> None:
-        if alert is None:
+        if alert is None or self._is_abandoned:
             return
         seconds = self._config.timeout_seconds
         try:
@@ -379,13 +403,15 @@ class Alerts:
             )
         except OSError as error:
             return self._fail("command", alert, error.strerror or str(error))
+        self._process = process
         try:
             process.communicate(self._payload(alert), timeout=seconds)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             process.wait()
             return self._fail("command", alert, f"exceeded alerts.timeout_seconds={seconds:g}")
+        finally:
+            self._process = None
         if process.returncode:
             self._fail("command", alert, f"exit code {process.returncode}")
 
@@ -401,6 +427,77 @@ class Alerts:
         self._events.write("alert_failed", name=alert.name, action=action, reason=reason)
         if self._limiters[action].allows():
             self._warn(f"alerts.{action}: {reason} (alert {alert.name})")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Raises `HTTPError` for a redirect, which would send an empty GET request."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str):
+        return None
+
+
+class _Deadline(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Ends a request at a deadline. The time limit of `urllib` applies to each read, so a server
+    that sends single bytes could exceed it without end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._connection: http.client.HTTPConnection | None = None
+        self.is_over = False
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connect_http, req)  # type: ignore[arg-type]
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._connect_https, req)  # type: ignore[arg-type]
+
+    def _connect_http(self, host: str, **options: Any) -> http.client.HTTPConnection:
+        self._connection = http.client.HTTPConnection(host, **options)
+        return self._connection
+
+    def _connect_https(self, host: str, **options: Any) -> http.client.HTTPConnection:
+        self._connection = http.client.HTTPSConnection(host, **options)
+        return self._connection
+
+    def end(self) -> None:
+        """Close the connection, so that a pending read fails."""
+        self.is_over = True
+        if self._connection is not None and (connected := self._connection.sock) is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)  # also below TLS
+
+
+def _open(request: urllib.request.Request, seconds: float) -> None:
+    """Send a request and wait at most `seconds` for the status of the response."""
+    handler = _Deadline()
+    timer = threading.Timer(seconds, handler.end)
+    timer.daemon = True
+    timer.start()
+    try:
+        opener = urllib.request.build_opener(handler, _NoRedirect())
+        with opener.open(request, timeout=seconds):
+            pass
+    except (OSError, ValueError, http.client.HTTPException):
+        if handler.is_over:
+            raise TimeoutError(f"exceeded alerts.timeout_seconds={seconds:g}") from None
+        raise
+    finally:
+        timer.cancel()
+
+
+def _resolve(webhook: str) -> str:
+    """Return the URL of a webhook, or an empty string if its environment variable is not set."""
+    return os.environ.get(webhook[1:], "") if webhook.startswith("$") else webhook
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment_without_secrets() -> dict[str, str]:

@@ -140,6 +140,8 @@ def test_stop_strings_accept_control_tokens(tmp_path: Path) -> None:
     assert parse_stops(["sea", "<|im_end|>"], tokenizer, "--stop") == (("sea",), frozenset({2}))
     with pytest.raises(ConfigError, match="control token <|im_end|>".replace("|", r"\|")):
         parse_stops(["<|im_end|>\n"], tokenizer, "--stop")
+    with pytest.raises(ConfigError, match="every completion would end before its first token"):
+        parse_stops(["sea", ""], tokenizer, "--stop")
 
 
 def test_chat_spec_has_end_ids_of_every_mixture_source(tmp_path: Path) -> None:

@@ -326,6 +326,16 @@ def test_mixture_config_by_source_name(tmp_path: Path) -> None:
     assert one["web"] == MixedSourceConfig(source="synthetic")
 
 
+@pytest.mark.parametrize("name", ["../x", "a/b", "a.b", "<b>", "x" * 65])
+def test_invalid_names_in_files_are_rejected(name: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yml").write_text(
+        f'eval: {{generative_tasks: {{"{name}": {{path: p.jsonl, scorer: number}}}}}}\n'
+    )
+    with pytest.raises(ConfigError, match="at most 64 letters, digits, `_` and `-`; got") as caught:
+        load(["tiny", str(tmp_path / "c.yml")])
+    assert "Set eval.generative_tasks.web.path=... (with another name)." in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -335,6 +345,7 @@ def test_mixture_config_by_source_name(tmp_path: Path) -> None:
         (["data.mixture.web.weight=much"], "must be a finite number"),
         (["data.mixture.web.source=csv"], "must be one of corpus, text"),
         (["data.mixture.we b.weight=1"], "at most 64 letters"),
+        (["alerts.rules=3"], "Set alerts.rules.web.metric=train/loss."),
         ([*WEB, "data.mixture.web.weight=-1"], "must be from 0 to 3.4e+38"),
         ([*WEB, "data.mixture.web.weight=1e308"], "must be from 0 to 3.4e+38"),
         ([*WEB, "data.mixture.web.epochs=1e10"], "must be from 0 to 1e+09"),

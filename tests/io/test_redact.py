@@ -58,6 +58,10 @@ def test_known_secret_formats_are_redacted(secret: str, around: str):
         ("https://h/x?token=abc&b=1", "https://h/x?token=<redacted>&b=1"),
         ("https://h/x?b=1&sig=abc", "https://h/x?b=1&sig=<redacted>"),
         ("https://h/x?X-Amz-Signature=abc", "https://h/x?X-Amz-Signature=<redacted>"),
+        ("alerts.webhook=https://h:8/a/b?c=d", "alerts.webhook=https://h:8/<redacted>"),
+        ("  webhook: https://h/a/b\n  x: 1", "  webhook: https://h/<redacted>\n  x: 1"),
+        ("webhook: $ALERT_URL", "webhook: $ALERT_URL"),
+        ("OTEL_EXPORTER_OTLP_HEADERS=x-team=abc", "OTEL_EXPORTER_OTLP_HEADERS=<redacted>"),
         ("Authorization: Bearer abc", "Authorization: Bearer <redacted>"),
         ("bearer abc", "bearer <redacted>"),
         ("a -----BEGIN OPENSSH PRIVATE KEY-----\nthe end is cut off", "a <redacted>"),
@@ -230,3 +234,10 @@ def test_redact_variable_names_redacts_values():
     given = ["HF_TOKEN", "A=hunter2x", "hunter2x!", "=x"]
     assert redact.redact_variable_names(given) == ["HF_TOKEN", f"A={REDACTED}", REDACTED, REDACTED]
     assert redact.redact_value({"environment": given})["environment"][1] == f"A={REDACTED}"
+
+
+def test_the_path_of_a_webhook_is_redacted_in_configs():
+    values = {"alerts": {"webhook": "https://h/services/abc", "url": "https://h/a"}}
+    redacted = {"alerts": {"webhook": "https://h/<redacted>", "url": "https://h/a"}}
+    assert redact.redact_value(values) == redacted
+    assert redact.redact_value({"webhook": "$ALERT_URL"}) == {"webhook": "$ALERT_URL"}

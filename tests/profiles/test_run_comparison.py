@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from maxpipe import hardware
 from maxpipe.cli import main
+from maxpipe.errors import ConfigError
 from maxpipe.profiles import run_comparison
 
 _KEYS = (
@@ -91,6 +93,14 @@ def test_calibration_reproduces_the_measured_time(run: Path) -> None:
     again = run_comparison.evaluate(found.config, changed).cost.seconds
     assert again == pytest.approx(found.step.measured, rel=0.02)
     assert changed.measured.endswith("run first")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9, 1e9])
+def test_calibration_rejects_impossible_times(run: Path, seconds: float) -> None:
+    found = run_comparison.compare_run(run)
+    changed = dataclasses.replace(found.step, measured=seconds)
+    with pytest.raises(ConfigError, match="which no fraction of the peak"):
+        run_comparison.calibrated(dataclasses.replace(found, step=changed))
 
 
 def test_command(

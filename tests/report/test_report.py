@@ -115,6 +115,17 @@ def test_layer_statistics_become_matrices(tmp_path: Path) -> None:
     assert records.read_layers(tmp_path / "missing") is None
 
 
+def test_layer_statistics_without_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "layers.jsonl"
+    path.write_text('{"step": 1, "values": {"a": []}, "outside": {}, "experts": [1]}\n')
+    assert records.read_layers(path) is None
+    huge = "9" * 400
+    path.write_text(f'{{"step": {huge}, "values": {{"a": [{huge}, -{huge}, 1]}}}}\n')
+    found = records.read_layers(path)
+    assert found is not None
+    np.testing.assert_allclose(_values(found["values"], "a"), [math.nan, math.nan, 1])
+
+
 def test_damaged_records_are_skipped_and_counted(tmp_path: Path) -> None:
     run = _write_run(tmp_path / "base")
     with open(run / "metrics.jsonl", "ab") as file:
@@ -146,6 +157,11 @@ def test_records_cannot_leave_the_data_element(tmp_path: Path) -> None:
     assert "http://" not in re.sub(r"http://www\.w3\.org", "", html.split("<body>")[1][:2000])
 
 
+def test_the_name_of_a_folder_may_be_invalid_unicode(tmp_path: Path) -> None:
+    html = page.render([page.read_run(_write_run(tmp_path / "base"), "a\udcff")])
+    assert "<title>a? - maxpipe report</title>" in html.encode().decode()
+
+
 def test_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = _write_run(tmp_path / "a" / "base")
     second = _write_run(tmp_path / "b" / "base", rate=0.2)
@@ -164,6 +180,10 @@ def test_errors_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["report", str(run), "--out", str(tmp_path / "r.svg")]) == 2
     assert main(["report", str(run), "--out", str(tmp_path / "no" / "r.html")]) == 74
     (tmp_path / "empty").mkdir()
+    assert main(["report", str(tmp_path / "empty"), "--out", str(tmp_path / "r.html")]) == 2
+    for out, suggestion in ((".", "./report.html"), ("", "report.html"), ("a.HTML", "a.html")):
+        assert main(["report", str(run), "--out", out]) == 2
+        assert f"Write --out {suggestion}.\n" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "empty"), "--out", str(tmp_path / "r.html")]) == 2
     text = capsys.readouterr().err
     assert "Traceback" not in text and "must contain metrics.jsonl or events.jsonl" in text

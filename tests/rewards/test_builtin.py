@@ -94,3 +94,21 @@ def test_invalid_regex_patterns_are_rejected(pattern: str) -> None:
 def test_records_without_valid_field_are_rejected(kind: str, record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="no string or number"):
         builtin_reward(kind, "")("", record)
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("#### 1,234", "the sum is 1234.", 1.0),
+        (1e-05, "0.00001", 1.0),
+        (1e-05, "5", 0.0),
+        (1e22, "10000000000000000000000", 1.0),
+        ("5", "about 1e-05", 0.0),
+        ("5", "3e+5", 0.0),
+        ("-05", "x = -5", 1.0),
+    ],
+)
+def test_numbers_with_exponents_are_not_read_in_part(
+    answer: object, completion: str, reward: float
+) -> None:
+    assert builtin_reward("number", "")(completion, {"answer": answer}) == reward

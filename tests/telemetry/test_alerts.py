@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import math
+import socket
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ from maxpipe.config.sections.alerts import BUILT_IN_RULES, AlertRule, AlertsConf
 from maxpipe.telemetry import alerts as module
 from maxpipe.telemetry.alerts import Alerts, RuleState, find_unknown_metrics
 from maxpipe.telemetry.writers import EventLog, MetricWriter
+from tests.telemetry.trackers.stub import wait_until
 
 
 def fired(rule: AlertRule, *values: float | None, seconds: float = 1e6) -> list[int]:
@@ -209,6 +212,81 @@ def test_a_webhook_that_hangs_or_fails_delays_nothing(
         assert any("not all alerts were processed" in each for each in run.warnings)
     assert not any("secret-path" in each for each in run.warnings)
     assert "secret-path" not in (tmp_path / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        (
+            b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n",
+            "HTTP 302, and redirects are not followed",
+        ),
+        (b"\0\xff no HTTP\r\n\r\n", "no valid HTTP response (BadStatusLine)"),
+        (None, "exceeded alerts.timeout_seconds=0.5"),  # single bytes without end
+    ],
+)
+def test_a_webhook_with_an_unusual_response_is_reported(
+    response: bytes | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_ATTEMPTS", 1)
+    requests: list[bytes] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connected, _ = listener.accept()
+                with connected:
+                    requests.append(connected.recv(1 << 16))
+                    if response is not None:
+                        connected.sendall(response)
+                    else:
+                        for _ in range(100):
+                            connected.sendall(b"H")
+                            time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/secret-path"
+        run = Alerting(tmp_path, actions=["webhook"], webhook=url, timeout_seconds=0.5)
+        run.write(6.0)
+        wait_until(lambda: run.events("alert_failed"))
+        assert run.close() < 2.0
+    assert [each["reason"] for each in run.events("alert_failed")] == [reason]
+    assert len([each for each in requests if each]) == 1
+    assert "secret-path" not in (tmp_path / "events.jsonl").read_text()
+
+
+def test_the_end_of_a_run_stops_a_command_and_warns_only_about_it(tmp_path: Path):
+    pid_file = tmp_path / "pid"
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    command = [sys.executable, "-c", code, str(pid_file)]
+    run = Alerting(tmp_path, actions=["command"], command=command, allow_code=True)
+    run.write(6.0)
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
+    object.__setattr__(run.alerts._config, "timeout_seconds", 0.2)
+    run.close()
+    assert run.warnings == ["alerts.command: not all alerts were processed before the run ended"]
+    status = Path(f"/proc/{pid_file.read_text()}/status")
+    wait_until(lambda: not status.exists() or "(zombie)" in status.read_text())
+
+
+def test_the_variable_of_the_webhook_is_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module.redact, "_registered_secrets", ())
+    monkeypatch.setenv("ALERT_URL", "https://host/services/abc")
+    Alerting(tmp_path, webhook="$ALERT_URL")
+    assert "ALERT_URL" not in module.environment_without_secrets()
+
+
+def test_a_webhook_variable_without_url_is_a_warning(tmp_path: Path):
+    run = Alerting(tmp_path, actions=["webhook"], webhook="$MAXPIPE_TEST_NO_URL")
+    run.write(1.0)
+    run.close()
+    [warning] = run.warnings
+    assert warning.startswith("alerts.webhook = $MAXPIPE_TEST_NO_URL: the environment variable")
+    run = Alerting(tmp_path / "other", webhook="$MAXPIPE_TEST_NO_URL")  # no rule uses it
+    run.write(1.0)
+    run.close()
+    assert not run.warnings
 
 
 COMMAND = """

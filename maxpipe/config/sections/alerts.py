@@ -84,7 +84,8 @@ class AlertsConfig:
     `alerts.command`."""
     webhook: str = ""
     """URL that receives alerts as JSON by POST, or `$NAME` to read the URL from the environment
-    variable NAME. Use a variable if the URL is secret."""
+    variable NAME. Redirects are not followed. `config.yml` and other records contain only the host
+    of the URL."""
     command: list[str] = field(default_factory=list, hash=False)
     """Program and arguments that run for each alert, without a shell. The program receives the
     alert as JSON on standard input. Its environment contains no secrets."""
@@ -161,7 +162,7 @@ def _actions_have_targets(config: Config) -> Iterator[RuleViolation]:
             "alerts.webhook",
             "must be a URL that begins with http:// or https://, or $NAME for the environment "
             "variable NAME: a rule has the action webhook.",
-            "Set alerts.webhook=http://127.0.0.1:8080/alert, or remove webhook from the actions.",
+            "Set alerts.webhook=http://127.0.0.1:8080, or remove webhook from the actions.",
         )
     if "command" in used and not alerts.command:
         yield RuleViolation(

@@ -53,6 +53,7 @@ _TAIL_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 16
 _MAX_CURSOR_BYTES = 1 << 20
 _MAX_ARTIFACTS = 64
+_MAX_STEP = 1 << 53
 _STEP = re.compile(rb'\{"step": (\d{1,18}),')
 """Start of a line of `metrics.jsonl`."""
 
@@ -149,7 +150,7 @@ class RecordReader:
         lines: list[_Line] = []
         offset = self._offset
         while len(lines) < most:
-            block = self._read_block(offset)
+            offset, block = self._read_block(offset)
             if not block:
                 break
             for text in block.splitlines(keepends=True):
@@ -172,24 +173,35 @@ class RecordReader:
         self.step, self.tags, self._offset = saved
         return total
 
-    def _read_block(self, offset: int) -> bytes:
-        """Return complete lines from `offset`."""
+    def _read_block(self, offset: int) -> tuple[int, bytes]:
+        """Return complete lines from `offset`, and their offset. A line that exceeds the size of a
+        block is damaged, such as a hole after a crash, and is skipped.
+        """
         try:
             with open(files.open_regular(self._path), "rb") as file:
                 file.seek(offset)
                 block = file.read(_READ_BYTES)
+                while len(block) == _READ_BYTES and b"\n" not in block:
+                    while block and b"\n" not in block:
+                        offset += len(block)
+                        block = file.read(_READ_BYTES)
+                    offset += block.find(b"\n") + 1
+                    file.seek(offset)
+                    block = file.read(_READ_BYTES)
         except FileNotFoundError:
-            return b""
-        return block[: block.rfind(b"\n") + 1]
+            return offset, b""
+        return offset, block[: block.rfind(b"\n") + 1]
 
     def _parse(self, offset: int, text: bytes) -> _Line | None:
         if (begin := _STEP.match(text)) and int(begin[1]) < self.step:
             return None  # delivered records need not be parsed
         try:
             record = parse_json(text, dict[str, Any])
-            step, seconds = int(record.pop("step")), _seconds(record.pop("time", ""))
-        except (ValueError, KeyError, TypeError):
+            step, seconds = record.pop("step"), _seconds(record.pop("time", ""))
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None  # incomplete, or the start of the tail of the file
+        if type(step) is not int or not 0 <= step < _MAX_STEP:
+            return None
         if step < self.step or (step == self.step and self.tags is None):
             return None
         delivered = self.tags if step == self.step and self.tags else frozenset()

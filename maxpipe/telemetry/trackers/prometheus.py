@@ -5,13 +5,16 @@ Both have the text format of Prometheus. The file is for the textfile collector 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.server
 import math
 import re
+import socket
+import socketserver
 import threading
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from maxpipe.io import files
 from maxpipe.telemetry.metrics import metric_of
@@ -19,6 +22,53 @@ from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
+_MAX_CONNECTIONS = 32
+"""Maximum number of open connections. Further connections are closed."""
+_REQUEST_SECONDS = 10.0
+"""Maximum duration of a connection."""
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """HTTP server that limits the number and the duration of connections, so that a client cannot
+    exhaust threads and file descriptors.
+    """
+
+    def __init__(self, host: str, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
+        [(self.address_family, _, _, _, place), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__((str(place[0]), port), handler)
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # without the DNS request of HTTPServer
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            return self.shutdown_request(request)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        def end() -> None:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(_REQUEST_SECONDS, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print no traceback if a client closes its connection."""
 
 
 class PrometheusTracker(Tracker):
@@ -30,7 +80,7 @@ class PrometheusTracker(Tracker):
         self._run, self._file, self._address = "", "", ""
         self._values: dict[str, float] = {}
         self._step, self._text = -1, ""
-        self._server: http.server.ThreadingHTTPServer | None = None
+        self._server: _Server | None = None
 
     def open(self, run: TrackedRun, run_id: str) -> str:
         tracker_config = run.tracker_config
@@ -38,14 +88,15 @@ class PrometheusTracker(Tracker):
         self._address = self._file
         if (port := tracker_config.prometheus_port) and self._server is None:
             self._server = self._serve(tracker_config.prometheus_host, port)
-            self._address = f"http://{tracker_config.prometheus_host}:{port}/metrics"
+            host = tracker_config.prometheus_host
+            self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
         return run.name
 
-    def _serve(self, host: str, port: int) -> http.server.ThreadingHTTPServer:
+    def _serve(self, host: str, port: int) -> _Server:
         tracker = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
-            timeout = 10.0
+            timeout = _REQUEST_SECONDS
 
             def do_GET(self) -> None:
                 body = tracker._text.encode()
@@ -59,7 +110,7 @@ class PrometheusTracker(Tracker):
                 """Print no line per request."""
 
         try:
-            server = http.server.ThreadingHTTPServer((host, port), Handler)
+            server = _Server(host, port, Handler)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 words = f"port {port} of {host} is in use; set tracker.prometheus_port to another "
@@ -88,7 +139,7 @@ class PrometheusTracker(Tracker):
 
 def exposition(run: str, step: int, values: Mapping[str, float]) -> str:
     """Return the newest values of a run in the text format of Prometheus."""
-    label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    label = _escape(run)
     lines = [
         "# HELP maxpipe_step Step of the newest record.",
         "# TYPE maxpipe_step gauge",
@@ -104,8 +155,13 @@ def exposition(run: str, step: int, values: Mapping[str, float]) -> str:
             lines.append(f"# HELP {name} {text}")
         lines.append(f"# TYPE {name} gauge")
         # The label `tag` separates metrics whose tags differ only in characters such as `-`.
-        lines += [f'{name}{{run="{label}",tag="{t}"}} {_number(values[t])}' for t in tags]
+        lines += [f'{name}{{run="{label}",tag="{_escape(t)}"}} {_number(values[t])}' for t in tags]
     return "\n".join([*lines, ""])
+
+
+def _escape(label: str) -> str:
+    label = label.encode("utf-8", "replace").decode()  # without surrogates
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _number(value: float) -> str:

@@ -2,7 +2,7 @@
 
 Each request and each response is one line. The first request creates the tracker. If stdin ends
 without a request to close the tracker, the run was killed: the process closes the tracker and ends
-after a few seconds at most.
+after a few seconds at most, even if the client hangs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -45,6 +47,7 @@ def main() -> None:
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    threading.Thread(target=_exit_after_run, args=[requests.fileno()], daemon=True).start()
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     tracker: Tracker | None = None
@@ -68,6 +71,15 @@ def main() -> None:
     else:
         _close_after_kill(tracker)
     os._exit(0)  # exit handlers of clients may wait for their server without a limit
+
+
+def _exit_after_run(requests: int) -> None:
+    """End this process if the run has ended, and the pending request does not."""
+    closed = select.poll()
+    closed.register(requests, 0)  # reports only that the other end was closed
+    closed.poll()
+    time.sleep(2.0 * _CLOSE_SECONDS)
+    os._exit(1)
 
 
 def _close_after_kill(tracker: Tracker | None) -> None:

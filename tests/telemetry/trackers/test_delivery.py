@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,6 +305,41 @@ def test_no_process_of_a_client_is_left(tracking: Tracking, server: Server):
     assert process.exit_code is not None
 
 
+HANGING_WORKER = """
+import time
+from maxpipe.telemetry.trackers import interface, worker
+
+class Hanging(interface.Tracker):
+    def open(self, run, run_id):
+        time.sleep(600)
+
+    def log(self, records):
+        pass
+
+worker._TRACKERS, worker._CLOSE_SECONDS = {"hanging": Hanging}, 0.1
+worker.main()
+"""
+
+
+def test_a_client_that_hangs_ends_after_a_killed_run():
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGING_WORKER], stdin=pipe, stdout=pipe
+    ) as client:
+        assert client.stdin is not None and client.stdout is not None
+        client.stdin.write(b'{"tracker": "hanging", "plugins": []}\n')
+        client.stdin.flush()
+        assert b"keeps_history" in client.stdout.readline()
+        opening = {"project": "p", "name": "n", "key": "k", "folder": "", "config": {}, "tags": {}}
+        request = {"open": opening | {"tracker_config": {}}, "run_id": ""}
+        client.stdin.write(json.dumps(request).encode() + b"\n")
+        client.stdin.flush()
+        time.sleep(0.5)
+        assert client.poll() is None
+        client.stdin.close()
+        assert client.wait(timeout=SECONDS) == 1
+
+
 def write_lines(path: Path, *records: dict[str, Any], end: str = "") -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in records) + end)
 
@@ -330,3 +367,28 @@ def test_reader_returns_batches_in_order(tmp_path: Path):
     assert [each.step for each in reader.read()] == [*range(991, 1001)]
     reader.skip_to_tail()
     assert [each.step for each in reader.read(5000)][-1] == 1000
+
+
+def test_reader_skips_holes_and_invalid_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A line longer than a block, such as a hole after a crash, hides no later record."""
+    monkeypatch.setattr(delivery, "_READ_BYTES", 256)
+    path = tmp_path / "metrics.jsonl"
+
+    def line(step: object, time: str = "2026-01-01T00:00:00+00:00") -> bytes:
+        return f'{{"step": {step}, "time": "{time}", "a": 1}}\n'.encode()
+
+    for size in range(0, 1200, 7):
+        hole = b"\0" * size
+        path.write_bytes(line(1) + hole + b"\n" + line(2) + line(3) + hole + line(4) + line(5))
+        reader = RecordReader(path, -1, None)
+        steps = [1, 2, 3, 5] if size else [1, 2, 3, 4, 5]
+        assert [each.step for each in reader.read()] == steps, size
+        assert [each.step for each in reader.read(1)] == [1]
+        reader.advance(reader.read(2)[-1])
+        assert reader.count() == len(steps) - 2
+    path.write_bytes(
+        line("1e999") + line(-5) + line("true") + line(1 << 60) + line(3, "0001-01-01")
+    )
+    path.write_bytes(path.read_bytes() + line(7, "9999-12-31T23:59:59-23:59") + line(8))
+    assert RecordReader(path, -1, None).read()[-1].step == 8
+    assert {each.step for each in RecordReader(path, -1, None).read()} <= {3, 7, 8}

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
+import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from maxpipe.config.sections.tracker import TrackerConfig
+from maxpipe.telemetry.trackers import prometheus
+from maxpipe.telemetry.trackers.interface import Record, TrackedRun
 from maxpipe.telemetry.trackers.prometheus import exposition
 from tests.telemetry.trackers.stub import Tracking, wait_until
 
@@ -27,6 +33,7 @@ def test_exposition_has_names_help_units_and_values():
         "eval/my-task/accuracy": 0.5,
         "eval/my_task/accuracy": 0.25,
         "other/metric": math.inf,
+        'eval/a "b"\\c\n/score': 0.75,
         "train/tokens": 2.0**53,
     }
     families = parsed(exposition('a "b"\\c', 7, values))
@@ -52,9 +59,9 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def scrape(port: int) -> dict[str, Any]:
+def scrape(port: int, host: str = "127.0.0.1") -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=5) as response:
             assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             return parsed(response.read().decode())
     except OSError:
@@ -99,3 +106,46 @@ def test_port_that_is_in_use_is_a_warning_with_an_action(tmp_path: Path):
 
 def test_the_endpoint_is_local_by_default():
     assert TrackerConfig().prometheus_host == "127.0.0.1"
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="requires IPv6")
+def test_the_endpoint_supports_ipv6(tmp_path: Path):
+    port = free_port()
+    tracking = Tracking(tmp_path, ["prometheus"], prometheus_port=port, prometheus_host="::1")
+    tracking.open()
+    tracking.write(1)
+    wait_until(lambda: (found := scrape(port, "[::1]")) and found["maxpipe_step"].samples)
+    tracking.close()
+
+
+def test_slow_and_numerous_clients_do_not_exhaust_the_endpoint(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prometheus, "_MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(prometheus, "_REQUEST_SECONDS", 1.0)
+    config = TrackerConfig(prometheus_port=free_port())
+    run = TrackedRun("run", "project", "key", "", {}, {}, config)
+    tracker, threads = prometheus.PrometheusTracker(), threading.active_count()
+    tracker.open(run, "")
+    tracker.log([Record(1, 0.0, {"train/loss": 1.0})])
+    clients = [socket.create_connection(("127.0.0.1", config.prometheus_port)) for _ in range(20)]
+    start = time.monotonic()
+
+    def drip() -> bool:
+        for each in clients:
+            with contextlib.suppress(OSError):
+                each.sendall(b"G")  # no read times out
+        return bool(scrape(config.prometheus_port))
+
+    wait_until(drip)
+    assert time.monotonic() - start < 5.0
+    assert threading.active_count() - threads <= 1 + 2 * 4  # each connection also has a timer
+    for each in clients:
+        each.close()
+    tracker.close(True)
