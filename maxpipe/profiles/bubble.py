@@ -66,7 +66,8 @@ class Bubble:
     seconds: float
     """Duration of the tick loop."""
     causes: tuple[Cause, ...]
-    """Causes with a loss of at least 5% of the tick loop, largest first."""
+    """Causes with a loss of at least 5% of the tick loop, largest first. The wait for input is
+    compared with the step."""
 
     @property
     def cause(self) -> Cause | None:
@@ -120,8 +121,10 @@ def explain(timeline: Timeline, metadata: Metadata) -> Bubble:
     causes = [*_slow_stages(timeline, planned), *_exposed_messages(timeline)]
     causes += _imbalance(timeline, planned, balanced)
     causes += _unequal_slots(timeline, balanced, busy, float(ticks.sum()))
-    causes.append(Cause("input wait", metadata.wait_seconds))
     causes = [cause for cause in causes if cause.seconds >= _MIN_SHARE * float(ticks.sum())]
+    # The wait is wall time, while the tick loop may be the sum of typical durations.
+    if metadata.wait_seconds >= _MIN_SHARE * max(metadata.step_seconds, float(ticks.sum())):
+        causes.append(Cause("input wait", metadata.wait_seconds))
     causes.sort(key=lambda cause: -cause.seconds)
     return Bubble(
         timeline.table.planned_bubble,
