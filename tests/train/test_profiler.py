@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,10 +202,13 @@ def test_signal_before_the_first_step_starts_a_profile(tiny: Path, start: Start,
 
 def test_signal_never_ends_the_command(tiny: Path, start: Start, tmp_path: Path):
     process = start("train", tiny, f"run.dir={tmp_path}", "train.steps=2", "profile.max_profiles=0")
-    time.sleep(0.5)  # Python has started, and jax has not
-    while process.poll() is None:
-        process.send_signal(signal.SIGUSR1)
-        time.sleep(0.02)
+    with process:
+        time.sleep(0.5)  # Python has started, and jax has not
+        ended = threading.Thread(target=process.communicate)  # otherwise, the pipe fills
+        ended.start()
+        while ended.is_alive():
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.05)
     assert process.returncode == 0
 
 
