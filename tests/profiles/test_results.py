@@ -15,7 +15,7 @@ import pytest
 
 from maxpipe.errors import ConfigError
 from maxpipe.profiles import capture, draw
-from maxpipe.profiles.bubble import unplanned_idle
+from maxpipe.profiles.bubble import explain, unplanned_idle
 from maxpipe.profiles.results import Results, analyze
 from maxpipe.profiles.trace import covered, own_seconds, seconds_inside
 from tests.profiles import traces
@@ -104,6 +104,18 @@ def test_slow_stage_and_slow_link_are_named(platform: str, stage: int, tmp_path:
     assert (
         unplanned_idle(slow.timeline)[:, stage].sum() < unplanned_idle(slow.timeline).max(1).sum()
     )
+
+
+@pytest.mark.parametrize(("scale", "stages"), [(10.0, [1]), (0.1, [])])
+def test_short_slots_on_shared_cores_do_not_name_a_stage(
+    scale: float, stages: list[int], tmp_path: Path
+) -> None:
+    timeline = results_of(tmp_path, "tpu", slow_stage=1).timeline
+    assert timeline is not None
+    work = {kind: scale * spent for kind, spent in timeline.work.items()}
+    shared = replace(timeline, shares_cores=True, work=work, shared=scale * timeline.shared)
+    bubble = explain(shared, capture.read_metadata(tmp_path))
+    assert [cause.stage for cause in bubble.causes if cause.kind == "slow stage"] == stages
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
