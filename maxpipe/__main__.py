@@ -17,6 +17,9 @@ _UNSAFE_CODE = ("<frozen importlib", os.path.join("jax", "_src", "compiler.py"))
 because partially compiled programs crash when the traceback is released."""
 _RESUMABLE = (["train"], ["data", "prepare"])
 """Commands that resume if they are run again after a stop."""
+_PROFILED = (["train"], ["launch"])
+"""Commands that SIGUSR1 must never end. A running step handles the signal, and it is ignored during
+the start and the end of the command."""
 
 
 def main() -> int:
@@ -30,6 +33,9 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:  # otherwise, the signal is ignored
                 signal.signal(number, handle_stop)
+    number = getattr(signal, "SIGUSR1", None)  # Windows has no such signal
+    if number and sys.argv[1:2] in _PROFILED and signal.getsignal(number) == signal.SIG_DFL:
+        signal.signal(number, signal.SIG_IGN)
     try:
         from maxpipe import cli
 

@@ -146,6 +146,7 @@ class ControlChannel:
         """Function that prints a line, no matter which process calls it."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
         """Function that is called before the channel ends the process."""
+        self._defers_profile = False
         self.step_seconds = 0.0
         """Time of a recent step, or 0 if unknown."""
         self._phases, self._limits = phases, limits
@@ -324,16 +325,25 @@ class ControlChannel:
         """Request a profile of the same steps on all processes.
 
         It starts about a second later, because a process must not receive the request after the
-        step.
+        step. Before the first steps, the request is deferred until the step time is known.
         """
         where = self._phases.status()
+        if self._state.profile_at > where.step:
+            return  # already requested
+        self._defers_profile = not self.step_seconds
+        if self._defers_profile:
+            return
         steps = math.ceil(_PROFILE_DELAY_SECONDS / max(self.step_seconds, 1e-3))
         self._send({"profile": where.step + 1 + steps})
 
     @property
     def profile_at(self) -> int:
-        """Step at which the latest requested profile starts; 0 without a request."""
+        """Step at which the requested profile starts; 0 without a request."""
         return self._state.profile_at
+
+    def clear_profile_request(self) -> None:
+        """Remove the request for a profile, which has been started or ignored."""
+        self._state.profile_at = 0
 
     def stop_error(self, text: str) -> Preemption:
         """Return the exception that ends a run after a stop request and a save."""
@@ -412,6 +422,8 @@ class ControlChannel:
             if self._closed:
                 return
             now = time.monotonic()
+            if self._defers_profile and self.step_seconds:
+                self.request_profile()
             if now - last >= period:
                 last = now
                 self._send({"beat": self._heartbeat()})

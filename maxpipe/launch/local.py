@@ -187,18 +187,23 @@ def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[
 
 
 class _StopSignals:
-    """Signal handler that counts SIGTERM, SIGHUP and SIGINT signals instead of exiting."""
+    """Signal handler that counts SIGTERM, SIGHUP and SIGINT signals instead of exiting, and records
+    SIGUSR1.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.signal_number = signal.SIGTERM
         """The most recently received signal."""
+        self.requests_profile = False
+        """Whether SIGUSR1 was received and has not been forwarded."""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _StopSignals:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
+        self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._receive_profile)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -208,6 +213,9 @@ class _StopSignals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.signal_number = signal.Signals(number)
+
+    def _receive_profile(self, number: int, frame: FrameType | None) -> None:
+        self.requests_profile = True
 
     @property
     def code(self) -> int:
@@ -251,6 +259,9 @@ def _attempt(
                         f"stopping after this step, and saving a checkpoint; "
                         f"{again} to kill all processes"
                     )
+            if requests.requests_profile:
+                requests.requests_profile = False
+                _send(signal.SIGUSR1, processes)
             with contextlib.suppress(queue.Empty):
                 rank = ends.get(timeout=_POLL_SECONDS)
                 running.discard(rank)
@@ -286,7 +297,7 @@ def _start_processes(
                         env=os.environ | variables,
                         # Ctrl-C reaches only the launcher, which forwards it to the processes.
                         start_new_session=True,
-                        preexec_fn=_stop_with_parent,
+                        preexec_fn=_set_process_signals,
                     )
                 )
         yield processes
@@ -308,8 +319,11 @@ def _variables(processes: int) -> dict[str, str]:
     return variables
 
 
-def _stop_with_parent() -> None:
-    """Make the kernel send SIGTERM to the calling process when the launcher dies (Linux only)."""
+def _set_process_signals() -> None:
+    """Ignore SIGUSR1 until the process can start a profile, and make the kernel send SIGTERM to the
+    calling process when the launcher dies (Linux only).
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 

@@ -30,6 +30,9 @@ _LAYOUT: tuple[CauseKind, ...] = ("imbalance of layers", "unequal slots")
 """Causes that follow from the config."""
 _MIN_SHARE = 0.05
 """Minimum loss of a cause, as a fraction of the tick loop, that is reported."""
+_SHARED_CORES_NOISE = 50e-6
+"""Minimum loss of a slow stage per slot in seconds, if virtual devices share cores. Threads that
+wake up on another core delay short slots by tens of microseconds."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Bubble:
     seconds: float
     """Duration of the tick loop."""
     causes: tuple[Cause, ...]
-    """Causes with a loss of at least 5% of the tick loop, largest first."""
+    """Causes with a loss of at least 5% of the tick loop, largest first. The wait for input is
+    compared with the step."""
 
     @property
     def cause(self) -> Cause | None:
@@ -120,8 +124,10 @@ def explain(timeline: Timeline, metadata: Metadata) -> Bubble:
     causes = [*_slow_stages(timeline, planned), *_exposed_messages(timeline)]
     causes += _imbalance(timeline, planned, balanced)
     causes += _unequal_slots(timeline, balanced, busy, float(ticks.sum()))
-    causes.append(Cause("input wait", metadata.wait_seconds))
     causes = [cause for cause in causes if cause.seconds >= _MIN_SHARE * float(ticks.sum())]
+    # The wait is wall time, while the tick loop may be the sum of typical durations.
+    if metadata.wait_seconds >= _MIN_SHARE * max(metadata.step_seconds, float(ticks.sum())):
+        causes.append(Cause("input wait", metadata.wait_seconds))
     causes.sort(key=lambda cause: -cause.seconds)
     return Bubble(
         timeline.table.planned_bubble,
@@ -172,7 +178,10 @@ def _slow_stages(timeline: Timeline, planned: dict[str, np.ndarray]) -> Iterator
         own = sum(float(spent[:, stage].sum()) for spent in timeline.work.values())
         expected = sum(float(spent[:, stage].sum()) for spent in planned.values())
         detail = f"{own / expected:.2f} x the median stage" if expected else ""
-        yield Cause("slow stage", float(whole - ticks.sum()), stage, detail=detail)
+        gain = float(whole - ticks.sum())
+        num_slots = sum(int(busy[:, stage].sum()) for busy in timeline.table.active.values())
+        if not timeline.shares_cores or gain >= _SHARED_CORES_NOISE * num_slots:
+            yield Cause("slow stage", gain, stage, detail=detail)
 
 
 def _exposed_messages(timeline: Timeline) -> Iterator[Cause]:

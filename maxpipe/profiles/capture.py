@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import io
 import json
+import math
 import re
 import typing
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,6 +188,12 @@ def trace_folder(folder: Path, time: str) -> Path:
     return folder / _TRACES / time
 
 
+def trace_folders(folder: Path) -> list[str]:
+    """Return the names of the folders of traces in a profile, in ascending order."""
+    root = folder / _TRACES
+    return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
 def trace_name(host: str, process: int) -> str:
     """Return the file name of a process's trace."""
     return f"{host}-{process}.xplane.pb"
@@ -231,12 +240,47 @@ def read_metadata(folder: Path) -> Metadata:
         OSError: the file cannot be read.
         ValueError: the file does not contain the metadata of a profile.
     """
-    values = parse_json((folder / METADATA_FILE).read_bytes(), dict[str, Any])
+    values = parse_json(files.read(folder / METADATA_FILE, _MAX_JSON_BYTES), dict[str, Any])
     table = values.get("table")
     if not isinstance(table, dict) or not isinstance(table.get("slots"), list):
         raise ValueError(f"{METADATA_FILE} contains no schedule table")
     table |= {"slots": [_from_json(SlotTable, each) for each in table["slots"]]}
-    return _from_json(Metadata, values | {"table": _from_json(TableRecord, table)})
+    metadata = _from_json(Metadata, values | {"table": _from_json(TableRecord, table)})
+    _check_shapes(metadata)
+    return metadata
+
+
+def _check_shapes(metadata: Metadata) -> None:
+    """Check that the lists of the metadata match the mesh and the schedule.
+
+    Raises:
+        ValueError: they do not match.
+    """
+    table, mesh, devices = metadata.table, metadata.mesh, metadata.devices
+    places = (table.num_repeats, table.num_stages)
+    costs = (table.chunks, table.chunk_costs, table.chunk_layers)
+    slots = [each for slot in table.slots for each in (slot.microbatch, slot.repeat)]
+    ticks = (len(slots[0]) if slots else 0, table.num_stages)
+    rules = {
+        "num_steps": metadata.num_steps >= 1,
+        "mesh": mesh.get("stage") == table.num_stages and min(mesh.values()) >= 1,
+        "devices": len(devices) == math.prod(mesh.values()) and all(len(x) == 2 for x in devices),
+        "table": min(*places, *ticks, table.num_microbatches) >= 1
+        and all(_has_shape(each, places) for each in costs)
+        and all(_has_shape(each, ticks) for each in slots),
+    }
+    for name, is_met in rules.items():
+        if not is_met:
+            raise ValueError(f"{METADATA_FILE} contains a wrong value of {name}")
+    if min(map(min, table.chunk_costs)) <= 0 or not 0 <= table.planned_bubble < 1:
+        raise ValueError(f"{METADATA_FILE} contains a cost or a bubble outside its range")
+    for slot in table.slots:
+        if max(map(max, slot.repeat)) >= table.num_repeats or min(map(min, slot.repeat)) < -1:
+            raise ValueError(f"{METADATA_FILE} contains a slot of a repeat that does not exist")
+
+
+def _has_shape(rows: Sequence[Sequence[Any]], shape: tuple[int, int]) -> bool:
+    return len(rows) == shape[0] and all(len(row) == shape[1] for row in rows)
 
 
 def _from_json(kind: type[_T], values: object) -> _T:
@@ -268,24 +312,41 @@ def read_capture(folder: Path) -> Capture:
     """
     try:
         metadata = read_metadata(folder)
-        text = gzip.decompress((folder / PROGRAM_FILE).read_bytes()).decode()
+        program = _read_program(folder, metadata)
         paths = _newest_traces(folder)
         if not paths:
             raise ValueError(f"{folder / _TRACES} contains no trace")
         traces = {process: read_trace(path, metadata.module) for process, path in paths}
-        memory = parse_json((folder / MEMORY_FILE).read_bytes(), dict[str, float])
-    except (OSError, ValueError, EOFError) as error:
+        memory = parse_json(files.read(folder / MEMORY_FILE, _MAX_JSON_BYTES), dict[str, float])
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         rule = f"cannot be read: {error}."
         action = "Profile the run again: set profile.at to a later step and resume the run."
         raise ConfigError.one(Code.CLI_VALUE, str(folder), None, rule, action) from error
-    return Capture(folder, metadata, Program(text, metadata.mesh), traces, memory)
+    return Capture(folder, metadata, program, traces, memory)
+
+
+def _read_program(folder: Path, metadata: Metadata) -> Program:
+    """Read the profiled program.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError, EOFError, zlib.error: the file does not contain a program for this mesh.
+    """
+    compressed = files.read(folder / PROGRAM_FILE, _MAX_PROGRAM_BYTES)
+    with gzip.open(io.BytesIO(compressed)) as stream:
+        text = stream.read(_MAX_PROGRAM_BYTES + 1)
+    if len(text) > _MAX_PROGRAM_BYTES:
+        raise ValueError(f"{PROGRAM_FILE} contains more than {_MAX_PROGRAM_BYTES} bytes")
+    try:
+        return Program(text.decode(), metadata.mesh)
+    except (LookupError, RecursionError) as error:  # an instruction that does not exist
+        raise ValueError(f"{PROGRAM_FILE} is not a complete program: {error}") from error
 
 
 def _newest_traces(folder: Path) -> Sequence[tuple[int, Path]]:
     """Return (process, path) of each trace in the newest folder of traces."""
-    root = folder / _TRACES
-    folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
-    return list(_traces_in(folders[-1])) if folders else []
+    names = trace_folders(folder)
+    return list(_traces_in(trace_folder(folder, names[-1]))) if names else []
 
 
 def _traces_in(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -313,4 +374,5 @@ def read_report(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-_MAX_REPORT_BYTES = 1 << 24
+_MAX_REPORT_BYTES = _MAX_JSON_BYTES = 1 << 24
+_MAX_PROGRAM_BYTES = 1 << 30

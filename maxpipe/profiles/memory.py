@@ -78,7 +78,7 @@ def memory_by_kind(arguments: Mapping[str, Iterable[Any]], program: Any) -> dict
 
 def memory_lines(sizes: Mapping[str, float]) -> list[str]:
     """Return a table of the memory of one device by kind."""
-    whole = sum(sizes.values())
+    whole = sum(sizes.values()) or 1.0
     rows = [(kind, gib(size), f"{size / whole:.1%}") for kind, size in sizes.items()]
     return align_columns((f"memory of one device: {gib(whole)}", "", ""), rows)
 

@@ -6,7 +6,6 @@ statistic would be hundreds of charts. A background thread draws the heat maps.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from maxpipe.config.config_files import LAYERS_FILE
 from maxpipe.config.sections.layer_stats import LayerStatsConfig
 from maxpipe.io import files
+from maxpipe.io.typed_json import check_type, parse_json
 from maxpipe.models.spec import Model
 from maxpipe.step.layer_statistics import LayerStatistics, largest_values, summarize
 from maxpipe.telemetry import writers
@@ -117,9 +117,11 @@ class HeatMaps:
             for number, (_, line) in enumerate(lines()):
                 if (count - 1 - number) % stride:  # parsing all records of a long run is slow
                     continue
-                record = json.loads(line)
-                if record["step"] < before:
-                    self._append(record["step"], record["values"])
+                record = parse_json(line, dict[str, Any])
+                step = check_type(record["step"], int)
+                values = check_type(record["values"], dict[str, list[float | None]])
+                if step < before:
+                    self._append(step, values)
             self._num_records = max(count - 1, 0)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("%s: heat maps start at step %d: %s", path, before, error)

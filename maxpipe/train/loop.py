@@ -84,6 +84,9 @@ def _train_steps(run: Run) -> None:
                     run.profiler.start(step)
             with run.profiler.data_wait(step):
                 batch = meter.next_batch(batches)
+            if run.profiler.ends_before(len(batch["tokens"])):
+                with meter.paused(PROFILE):
+                    run.profiler.finish()
             session.phases.progress(step)
             with session.phases.enter(STEP), run.profiler.step(step, len(batch["tokens"])):
                 metrics = run.train_step(step, batch)
@@ -283,9 +286,8 @@ class ThroughputMeter:
         """Attribute the time spent inside the context to `phase` instead of to steps."""
         with self._phases.enter(STEP):
             jax.block_until_ready(self._latest)
-        self._run.profiler.pause()
         start = time.perf_counter()
-        with self._phases.enter(phase):
+        with self._run.profiler.paused(), self._phases.enter(phase):
             yield
         self._start += time.perf_counter() - start
 

@@ -42,6 +42,8 @@ from maxpipe.telemetry.writers import EventLog
 
 _MEDIAN_STEPS, _MIN_STEPS = 51, 10
 """Number of recent steps whose median is computed, and the number required for a median."""
+_PACE_STEPS = 3
+"""Number of consecutive steps with pauses after which their time counts as the step time."""
 _SMOOTHING = 0.1
 """Weight of the latest step in the moving average of step times."""
 _TRACE_WAIT_SECONDS = 60.0
@@ -64,6 +66,10 @@ class _ActiveProfile:
     step_seconds: float = 0.0
     num_steps: int = 0
     wait_seconds: float = 0.0
+    paused_seconds: float = 0.0
+    """Time in which the loop paused, for example to evaluate."""
+    older: frozenset[str] = frozenset()
+    """Names of the folders of traces of earlier profiles of the same step."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +108,11 @@ class StepProfiler:
         self._programs, self._forecast = programs, cache(forecast)
         self._at = frozenset(config.at)
         self._active: _ActiveProfile | None = None
-        self._requested, self._handled, self._num_requested = 0, 0, 0
+        self._requested, self._num_requested = 0, 0
         self._reason = "signal"
         self._recent: deque[float] = deque(maxlen=_MEDIAN_STEPS)
-        self._begun = self._waited = 0.0
+        self._begun = self._waited = self._latest_begun = 0.0
+        self._intervals: deque[float] = deque(maxlen=_PACE_STEPS)
         self._worker: threading.Thread | None = None
         self._latest: Results | None = None
         self._metrics: dict[str, float] = {}
@@ -130,11 +137,12 @@ class StepProfiler:
         reason = "config" if step in self._at else self._request(step)
         if reason != "config":
             self._reason = "signal"
-            self._handled = max(self._requested, self._channel.profile_at)
+            self._forget_request()
             self._num_requested += 1
         folder = capture.step_folder(self._outputs.run_dir, step)
         temporary = folder / f".trace-{jax.process_index()}"
-        active = _ActiveProfile(step, reason or "signal", folder, temporary)
+        older = frozenset(capture.trace_folders(folder))
+        active = _ActiveProfile(step, reason or "signal", folder, temporary, older=older)
         try:
             _start_trace(active, python=self._config.python)
         except Exception as error:  # a profiler session of another tool, or a full disk
@@ -148,13 +156,22 @@ class StepProfiler:
         now = time.perf_counter()
         if self._begun and self._active is None:
             self._record(step, now - self._begun)
-        self._begun = now
+        elif self._latest_begun and not self._channel.step_seconds:
+            self._record_pace(now - self._latest_begun)
+        self._begun = self._latest_begun = now
         yield
         self._waited = time.perf_counter() - now
 
-    def pause(self) -> None:
-        """Exclude the current step from the recorded times, because the loop pauses."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside the context from a profile, and the current step from the
+        recorded times.
+        """
+        start = time.perf_counter()
+        yield
         self._begun = 0.0
+        if (active := self._active) is not None:
+            active.paused_seconds += time.perf_counter() - max(start, active.begun)
 
     @contextlib.contextmanager
     def step(self, step: int, rows: int) -> Iterator[None]:
@@ -169,6 +186,13 @@ class StepProfiler:
         active.num_steps += 1
         active.wait_seconds += self._waited
 
+    def ends_before(self, rows: int) -> bool:
+        """Return whether a profile ends because the next step has another batch size. The program
+        of that step is not the profiled one.
+        """
+        active = self._active
+        return active is not None and active.rows not in (0, rows)
+
     def ends_after(self, step: int, last: int) -> bool:
         """Return whether a profile ends with this step; `last` is the last step of the run."""
         active = self._active
@@ -178,7 +202,8 @@ class StepProfiler:
         """End the profile. The profiled steps must be complete. A thread measures the timeline."""
         active, self._active = self._active, None
         assert active is not None
-        active.step_seconds = (time.perf_counter() - active.begun) / active.num_steps
+        seconds = time.perf_counter() - active.begun - active.paused_seconds
+        active.step_seconds = seconds / active.num_steps
         try:
             jax.profiler.stop_trace()
         except Exception as error:
@@ -194,15 +219,15 @@ class StepProfiler:
             self._worker.join()
             self._worker = None
 
-    def discard(self) -> None:
+    def discard(self, reason: str = "the run stopped") -> None:
         """End a profile whose steps are not all complete, without writing it."""
         active, self._active = self._active, None
-        self.pause()
+        self._begun = self._latest_begun = 0.0
         if active is not None:
             with contextlib.suppress(Exception):
                 jax.profiler.stop_trace()
             shutil.rmtree(active.temporary, ignore_errors=True)
-            self._warn(f"the profile of step {active.step} was discarded, because the run stopped")
+            self._warn(f"the profile of step {active.step} was discarded, because {reason}")
         self.wait()
 
     def take_metrics(self) -> dict[str, float]:
@@ -223,14 +248,24 @@ class StepProfiler:
     def _request(self, step: int) -> str | None:
         """Return the reason for a requested profile that is due at this step, or None."""
         due = max(self._requested, self._channel.profile_at)
-        if due <= self._handled or step < due:
+        if not due or step < due:
             return None
         if self._num_requested >= self._config.max_profiles:
-            self._handled = due
+            self._forget_request()
             limit = f"profile.max_profiles = {self._config.max_profiles}"
             self._warn(f"a request for a profile is ignored: {limit}. Raise the limit.")
             return None
         return "slow step" if self._reason == "slow step" else "signal"
+
+    def _forget_request(self) -> None:
+        self._requested = 0
+        self._channel.clear_profile_request()
+
+    def _record_pace(self, seconds: float) -> None:
+        """Record the time between two steps of a run that pauses at every step."""
+        self._intervals.append(seconds)
+        if len(self._intervals) == _PACE_STEPS:
+            self._channel.step_seconds = min(self._intervals)
 
     def _record(self, step: int, seconds: float) -> None:
         """Record the time of the step before `step`, and request a profile if it was slow."""
@@ -445,14 +480,13 @@ def _move_trace(active: _ActiveProfile) -> None:
     traces = list(active.temporary.rglob("*.xplane.pb"))
     if not traces:
         raise OSError("the profiler wrote no trace")
-    root = capture.trace_folder(active.folder, "")
-    begun = traces[0].stat().st_mtime - _TRACE_WAIT_SECONDS
     end = time.monotonic() + _TRACE_WAIT_SECONDS
-    target = root / time.strftime("%Y_%m_%d_%H_%M_%S")
+    # Folders are sorted by name, and the newest one must be the last one.
+    names = [time.strftime("%Y_%m_%d_%H_%M_%S"), *(f"{name}_1" for name in active.older)]
+    target = capture.trace_folder(active.folder, max(names))
     while jax.process_index() != 0 and time.monotonic() < end:
-        shared = [path for path in root.glob("*") if path.stat().st_mtime > begun]
-        if shared:
-            target = max(shared)
+        if shared := set(capture.trace_folders(active.folder)) - active.older:
+            target = capture.trace_folder(active.folder, max(shared))
             break
         time.sleep(0.2)
     target.mkdir(parents=True, exist_ok=True)

@@ -226,7 +226,7 @@ class Run:
         """
         session = self.session
         session.record_time(bad_step)
-        self.profiler.discard()
+        self.profiler.discard(f"step {bad_step} was bad")
         with session.phases.enter(RESTORE):
             self.checkpoints.wait()
             del self.state  # the devices do not have enough memory for two states

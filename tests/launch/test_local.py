@@ -144,6 +144,17 @@ def test_second_signal_kills_processes(
     assert "launch: killed: no checkpoint is saved" in capsys.readouterr().err
 
 
+def test_profile_signal_is_forwarded(launch: Callable[..., int], tmp_path: Path):
+    program = "import signal, sys, time\n"
+    program += "assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN\n"
+    program += "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
+    program += "print('ready', flush=True)\ntime.sleep(60)\nsys.exit(3)"
+    logs = [tmp_path / f"run/logs/process-{rank}.log" for rank in (0, 1)]
+    ready = lambda: all(log.exists() and "ready" in log.read_text() for log in logs)  # noqa: E731
+    signal_when(ready, signal.SIGUSR1)
+    assert launch(program, program) == 0
+
+
 def signal_when(ready: Callable[[], bool], number: signal.Signals) -> None:
     def wait() -> None:
         deadline = time.monotonic() + 30

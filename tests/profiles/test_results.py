@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError
 from maxpipe.profiles import capture, draw
-from maxpipe.profiles.bubble import unplanned_idle
+from maxpipe.profiles.bubble import explain, unplanned_idle
 from maxpipe.profiles.results import Results, analyze
 from maxpipe.profiles.trace import covered, own_seconds, seconds_inside
 from tests.profiles import traces
@@ -102,6 +106,18 @@ def test_slow_stage_and_slow_link_are_named(platform: str, stage: int, tmp_path:
     )
 
 
+@pytest.mark.parametrize(("scale", "stages"), [(10.0, [1]), (0.1, [])])
+def test_short_slots_on_shared_cores_do_not_name_a_stage(
+    scale: float, stages: list[int], tmp_path: Path
+) -> None:
+    timeline = results_of(tmp_path, "tpu", slow_stage=1).timeline
+    assert timeline is not None
+    work = {kind: scale * spent for kind, spent in timeline.work.items()}
+    shared = replace(timeline, shares_cores=True, work=work, shared=scale * timeline.shared)
+    bubble = explain(shared, capture.read_metadata(tmp_path))
+    assert [cause.stage for cause in bubble.causes if cause.kind == "slow stage"] == stages
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_bubble_without_faults_is_that_of_the_wall_time(platform: str, tmp_path: Path) -> None:
     found = results_of(tmp_path, platform)
@@ -143,6 +159,80 @@ def test_damaged_profile_is_an_error(name: str, tmp_path: Path) -> None:
         path.write_text('{"step": "one"}')
     with pytest.raises(ConfigError, match="cannot be read"):
         capture.read_capture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("num_steps",), 0),
+        (("mesh",), {}),
+        (("mesh",), {"fsdp": traces.STAGES}),
+        (("mesh", "stage"), -1),
+        (("devices",), [[0, 0]]),
+        (("devices", 0), [0, 0, 0]),
+        (("table", "num_stages"), traces.STAGES - 1),
+        (("table", "num_repeats"), 0),
+        (("table", "slots"), []),
+        (("table", "slots", 0, "microbatch"), [[]]),
+        (("table", "slots", 0, "repeat", 0), [9] * traces.STAGES),
+        (("table", "chunks"), [[0]]),
+        (("table", "chunk_layers"), []),
+        (("table", "chunk_costs"), [[0.0] * traces.STAGES]),
+        (("table", "planned_bubble"), 1.0),
+    ],
+)
+def test_metadata_that_does_not_match_is_an_error(
+    path: tuple[Any, ...], value: object, tmp_path: Path
+) -> None:
+    write_profile(tmp_path, "tpu")
+    values = json.loads((tmp_path / capture.METADATA_FILE).read_text())
+    parent = functools.reduce(lambda inner, key: inner[key], path[:-1], values)
+    parent[path[-1]] = value
+    (tmp_path / capture.METADATA_FILE).write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=r"cannot be read: profile.json contains a"):
+        capture.read_capture(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "HloModule train", "a" * 5000])
+def test_damaged_program_is_an_error(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profile(tmp_path, "tpu")
+    monkeypatch.setattr(capture, "_MAX_PROGRAM_BYTES", 4000)
+    capture.write_program(tmp_path, text)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        capture.read_capture(tmp_path)
+
+
+def test_damaged_compression_is_an_error(tmp_path: Path) -> None:
+    write_profile(tmp_path, "tpu")
+    path = tmp_path / capture.PROGRAM_FILE
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + b"\xff\x00" * 40 + content[180:])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        capture.read_capture(tmp_path)
+
+
+def test_fifo_in_place_of_a_file_is_an_error(tmp_path: Path) -> None:
+    write_profile(tmp_path, "tpu")
+    (tmp_path / capture.MEMORY_FILE).unlink()
+    os.mkfifo(tmp_path / capture.MEMORY_FILE)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        capture.read_capture(tmp_path)
+
+
+@pytest.mark.parametrize(("share", "causes"), [(0.04, []), (0.06, ["input wait"])])
+def test_wait_for_input_is_compared_with_the_step(
+    share: float, causes: list[str], tmp_path: Path
+) -> None:
+    write_profile(tmp_path, "tpu")
+    metadata = capture.read_metadata(tmp_path)
+    # a step of shared cores: the tick loop of typical durations is a tenth of the wall time
+    seconds = 10 * metadata.step_seconds
+    slow = replace(metadata, step_seconds=seconds, wait_seconds=share * seconds)
+    capture.write_metadata(tmp_path, slow)
+    bubble = analyze(capture.read_capture(tmp_path)).bubble
+    assert bubble is not None and [cause.kind for cause in bubble.causes] == causes
 
 
 def test_missing_stage_has_no_timeline(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.train.layer_records import draw_heat_map
+from maxpipe.train.layer_records import HeatMaps, draw_heat_map
 from tests.train.runs import (
     SAME,
     Run,
@@ -147,3 +147,29 @@ def test_heat_map_marks_missing_cells() -> None:
     colours = [f"#{bytes(pixels[top, column]).hex()}" for column in columns]
     assert colours == ["#440154", "#dddddd", "#fde725"]
     assert tuple(pixels[top + 8, columns[2]]) == (0xDD,) * 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 2, "values": [1, 2]}',
+        '{"step": 2, "values": {"grad_norm/a": [[1]]}}',
+        '{"step": "2", "values": {}}',
+        '{"values": {}}',
+        "[1]",
+    ],
+)
+def test_damaged_record_is_a_warning(
+    line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "layers.jsonl"
+    path.write_text(f'{{"step": 1, "values": {{"grad_norm/a": [null, 1.5]}}}}\n{line}\n')
+    HeatMaps(path, before=3)
+    assert "heat maps start at step 3" in caplog.text
+
+
+def test_intact_records_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "layers.jsonl"
+    path.write_text('{"step": 1, "values": {"grad_norm/a": [null, 1.5, 2]}}\n')
+    HeatMaps(path, before=3)
+    assert not caplog.text

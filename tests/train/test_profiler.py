@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,14 @@ from typing import Any
 import pytest
 
 from maxpipe.config.sections.profile import ProfileConfig
-from maxpipe.profiles.capture import num_traces, profiled_steps, step_folder
-from maxpipe.train.profiler import StepProfiler
+from maxpipe.profiles.capture import (
+    num_traces,
+    profiled_steps,
+    step_folder,
+    trace_folder,
+    trace_folders,
+)
+from maxpipe.train.profiler import StepProfiler, _ActiveProfile, _move_trace
 from tests.train.runs import (
     Run,
     Start,
@@ -129,6 +136,92 @@ def test_slow_step_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
         output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
     assert [line["reason"] for line in ledger(tmp_path / "run", "profile")] == ["slow step"]
+
+
+def profiler_with(channel: Any, tmp_path: Path, **fields: Any) -> StepProfiler:
+    """Return a profiler of a run without a model."""
+    nothing: Any = None
+    warnings: list[str] = []
+    console = SimpleNamespace(warn=warnings.append, note=warnings.append, warnings=warnings)
+    outputs: Any = SimpleNamespace(run_dir=tmp_path, console=console)
+    return StepProfiler(ProfileConfig(**fields), nothing, channel, outputs, {}, lambda: 0.0)
+
+
+def test_pauses_do_not_count_as_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jax.profiler.start_trace", lambda *_, **__: None)
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: None)
+    written: list[Any] = []
+    monkeypatch.setattr(StepProfiler, "_write", lambda _, active: written.append(active))
+    profiler = profiler_with(SimpleNamespace(profile_at=0, step_seconds=1.0), tmp_path, at=[1])
+    with profiler.paused():
+        profiler.start(1)
+    for step in (1, 2, 3):
+        with profiler.step(step, 8):
+            pass
+        with profiler.paused():  # an evaluation
+            time.sleep(0.2)
+    with profiler.paused():
+        profiler.finish()
+    profiler.wait()
+    assert written[0].num_steps == 3 and 0.6 / 3 > 0.1 > written[0].step_seconds
+
+
+def test_step_time_of_a_run_that_pauses_at_every_step_is_measured(tmp_path: Path):
+    """Otherwise, a requested profile would never start."""
+    channel = SimpleNamespace(profile_at=0, step_seconds=0.0, index=0, count=1)
+    profiler = profiler_with(channel, tmp_path)
+    for step in range(1, 6):
+        assert channel.step_seconds == 0 or step == 5
+        with profiler.data_wait(step), profiler.paused():
+            time.sleep(0.01)
+    assert 0.01 <= channel.step_seconds < 0.5
+
+
+def test_batch_ramp_ends_a_profile(tiny: Path, run: Run, tmp_path: Path):
+    """The next steps run another program."""
+    every = ("train.batch_ramp=[{batch_size: 4, steps: 6}]", "profile.at=[5]", "profile.steps=4")
+    output = run("train", tiny, f"run.dir={tmp_path}", "train.steps=8", *every, "eval.every=6")
+    (event,) = ledger(tmp_path / "run", "profile")
+    assert (event["step"], event["steps"]) == (5, 2) and "warning: profile" not in output
+    values = json.loads((step_folder(tmp_path / "run", 5) / "profile.json").read_text())
+    assert values["table"]["num_microbatches"] == 2
+
+
+def test_signal_before_the_first_step_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
+    process = start("train", tiny, f"run.dir={tmp_path}", *LONG, "profile.steps=1")
+    with process:
+        wait_for(process, "reading data")
+        for _ in range(10):
+            process.send_signal(signal.SIGUSR1)
+        wait_for(process, "compiling")
+        process.send_signal(signal.SIGUSR1)
+        output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    assert [line["reason"] for line in ledger(tmp_path / "run", "profile")] == ["signal"]
+
+
+def test_signal_never_ends_the_command(tiny: Path, start: Start, tmp_path: Path):
+    process = start("train", tiny, f"run.dir={tmp_path}", "train.steps=2", "profile.max_profiles=0")
+    with process:
+        time.sleep(0.5)  # Python has started, and jax has not
+        ended = threading.Thread(target=process.communicate)  # otherwise, the pipe fills
+        ended.start()
+        while ended.is_alive():
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.05)
+    assert process.returncode == 0
+
+
+def test_second_profile_of_a_step_does_not_use_folders_of_the_first(tmp_path: Path):
+    folder = trace_folder(tmp_path, "9999_01_01_00_00_00")
+    folder.mkdir(parents=True)
+    older = frozenset(trace_folders(tmp_path))
+    active = _ActiveProfile(1, "config", tmp_path, tmp_path / ".trace-0", older=older)
+    active.temporary.mkdir()
+    (active.temporary / "host.xplane.pb").write_bytes(b"")
+    _move_trace(active)
+    assert trace_folders(tmp_path) == ["9999_01_01_00_00_00", "9999_01_01_00_00_00_1"]
+    assert not list(folder.iterdir()) and num_traces(tmp_path) == 1
 
 
 @pytest.mark.timing
