@@ -327,6 +327,10 @@ class Steps(StateLayout):
             key = jax.random.fold_in(self._key(DROPOUT_STREAM), state.step)
         results = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         gradients = results.gradients
+        if not self.optimizer.is_elementwise:
+            # The operations after the barrier would change the fusions before it, and therefore
+            # the last bits, if the step also records layer statistics.
+            gradients = jax.lax.optimization_barrier(gradients)
         norm = optax.tree.norm(gradients)
         specs, everywhere = self.optimizer.target_specs, PartitionSpec()
         old = reshard(self.param_layout.select_trainable(state.params), specs)

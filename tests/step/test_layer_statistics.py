@@ -325,8 +325,18 @@ UNCHANGED = [
 @pytest.mark.parametrize("case", keeping(UNCHANGED, 0, 1), ids=str)
 def test_recording_steps_are_bitwise_equal_to_other_steps(case: Case) -> None:
     """For 20 steps, losses, metrics and the full state are equal bit by bit."""
+    check_same_bits(case, OPTIM)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_recording_steps_are_bitwise_equal_with_other_optimizers(name: Any) -> None:
+    check_same_bits(Case(2, 2, 4, fsdp=2, layers=4), replace(OPTIM, name=name))
+
+
+def check_same_bits(case: Case, optim: OptimConfig) -> None:
+    """Compare 20 steps of the ordinary program and of the program that records statistics."""
     rows = case.rows
-    steps = steps_of(case, rows, 20, OPTIM)
+    steps = steps_of(case, rows, 20, optim)
     plain = steps.compile_train()
     recording = steps.with_layer_statistics(EVERYTHING).compile_train()
     state, other = steps.init(), steps.init()

@@ -81,7 +81,8 @@ def test_only_process_0_prints_and_writes_files(together: Path):
     assert "8 x cpu in 2 processes" in first
     assert "Gloo" not in first and "warning" not in first and "WARNING" not in first
     names = {path.name for path in together.iterdir()}
-    assert names == {"config.yml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints"}
+    files = {"config.yml", "metrics.jsonl", "events.jsonl", "forecast.json"}
+    assert names == {*files, "tensorboard", "checkpoints"}
     assert len(list((together / "tensorboard").iterdir())) == 1
 
 
