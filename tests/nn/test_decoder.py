@@ -328,7 +328,7 @@ def test_layer_types_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> No
         sums += [counted["sum"]] if counted else []
     normed = decoder.norm(params["final_norm"], x)
     logits = 0.7 * np.tanh(np.asarray(normed @ params["head"]) / 0.7)
-    total = lambda x: decoder.run(x, batch).statistics["counting"]["sum"].sum()  # noqa: E731
+    total = lambda x: jnp.sum(jnp.asarray(decoder.run(x, batch).statistics["counting"]["sum"]))  # noqa: E731
     every = lambda *given: [f(*given) for f in (decoder.run, decoder.loss, decoder.objective)]  # noqa: E731
     (found, loss, objective), gradient = jax.jit(
         lambda params: (every(params, batch), jax.grad(total)(params))
