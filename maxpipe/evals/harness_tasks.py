@@ -29,6 +29,7 @@ from maxpipe.evals.language_model import (
     ScoringSequence,
     ScoringTokenizer,
     right_pad,
+    score_in_batches,
     to_score,
 )
 from maxpipe.generation.completions import DecodeEngineProtocol
@@ -95,22 +96,14 @@ class TrainingModel(RequestModel):
         self, rows: Sequence[ScoringSequence], moved: Callable[[int], object] = lambda done: None
     ) -> list[Score]:
         """Score sequences in batches of similar length; see `RequestModel.score`."""
-        order = sorted(range(len(rows)), key=lambda row: -rows[row].length)
-        found: dict[int, Score] = {}
-        for first in range(0, len(order), self.batch_size):
-            mine = order[first : first + self.batch_size]
-            batch = [rows[number] for number in mine]
-            logprobs, best = self._score_batch(batch)
-            for place, number in enumerate(mine):
-                found[number] = to_score(rows[number], logprobs[place], best[place])
-            moved(len(found))
-            self._moved()
-            if self.should_stop():
-                raise KeyboardInterrupt
-        return [found[number] for number in range(len(rows))]
 
-    def _score_batch(self, rows: Sequence[ScoringSequence]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the log-probability of each target, and whether it is the most likely token."""
+        def report(done: int) -> None:
+            moved(done)
+            self._moved()
+
+        return score_in_batches(rows, self.batch_size, self._score_batch, self.should_stop, report)
+
+    def _score_batch(self, rows: Sequence[ScoringSequence]) -> list[Score]:
         steps, program = self._program(max(row.length for row in rows))
         count, tokens = self.batch_size, steps.shape[1]
         batch = right_pad(rows, count, tokens)
@@ -122,7 +115,10 @@ class TrainingModel(RequestModel):
         local = {name: each[mine] for name, each in host.items()}
         placed = make_global_batch(local, mine, count, steps.batch_sharding)
         (logprobs, (_, best)) = jax.device_get(program(self._params, placed))
-        return logprobs[0], best[..., 0] == batch["targets"]
+        is_best = best[..., 0] == batch["targets"]
+        return [
+            to_score(row, logprobs[0][number], is_best[number]) for number, row in enumerate(rows)
+        ]
 
     def _program(self, longest: int) -> tuple[Steps, Any]:
         """Return the scoring program of the shortest sequence length that fits."""

@@ -160,6 +160,33 @@ class ScoringTokenizer:
         return found
 
 
+def score_in_batches(
+    rows: Sequence[ScoringSequence],
+    batch_size: int,
+    score_batch: Callable[[Sequence[ScoringSequence]], Sequence[Score]],
+    stops: Callable[[], bool],
+    moved: Callable[[int], object],
+) -> list[Score]:
+    """Score sequences in batches of similar length, and return the scores in the given order.
+
+    The longest sequences come first, so that a lack of memory is detected early. After each batch,
+    `moved` is called with the number of finished sequences.
+
+    Raises:
+        KeyboardInterrupt: `stops` returned true after a batch.
+    """
+    order = sorted(range(len(rows)), key=lambda row: -rows[row].length)
+    found: dict[int, Score] = {}
+    for first in range(0, len(order), batch_size):
+        mine = order[first : first + batch_size]
+        scores = score_batch([rows[row] for row in mine])
+        found |= dict(zip(mine, scores, strict=True))
+        moved(len(found))
+        if stops():
+            raise KeyboardInterrupt
+    return [found[row] for row in range(len(rows))]
+
+
 _MAX_LOGITS = 1 << 26
 """Maximum number of logits in memory at a time, over all devices."""
 
@@ -187,19 +214,8 @@ class Scorer:
             DivergenceError: the outputs of the model are not finite.
             KeyboardInterrupt: `stops` returned true. All devices are idle when this is raised.
         """
-        # Batch sequences of similar length. The longest sequences come first, so that a lack of
-        # memory is detected early.
-        order = sorted(range(len(rows)), key=lambda row: -rows[row].length)
-        found: list[Score | None] = [None] * len(rows)
-        for first in range(0, len(order), self.batch_size):
-            mine = order[first : first + self.batch_size]
-            scores = self._batch([rows[row] for row in mine], len(rows))
-            for row, score in zip(mine, scores, strict=True):
-                found[row] = score
-            moved(first + len(mine))
-            if stops():
-                raise KeyboardInterrupt
-        return [score for score in found if score is not None]
+        score_batch = partial(self._batch, most=len(rows))
+        return score_in_batches(rows, self.batch_size, score_batch, stops, moved)
 
     def _batch(self, rows: Sequence[ScoringSequence], most: int) -> list[Score]:
         mesh = self.weights.mesh

@@ -24,14 +24,14 @@ from maxpipe.schedule.canvas import Canvas
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a profile. Without ticks in the trace, there is no timeline."""
+    """Results of a profile. A trace without ticks has no timeline."""
 
     capture: Capture
     report: ProfileReport
     timeline: Timeline | None
     bubble: Bubble | None
     reason: str = ""
-    """Reason for which there is no timeline."""
+    """Reason why the trace has no timeline."""
 
     def write(self) -> None:
         """Write the report as JSON, and the timeline as JSON, image and trace for Perfetto.

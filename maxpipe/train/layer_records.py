@@ -81,9 +81,7 @@ class LayerRecorder:
         self._heat_maps.add(step, record, writer)
 
     def take_metrics(self, writer: MetricWriter) -> dict[str, float]:
-        """Return the metrics that summarize the newest record, or nothing if there is no new
-        record.
-        """
+        """Return the metrics of a record that was added since the last call; empty without one."""
         self.flush(writer)
         metrics, self._metrics = self._metrics, {}
         return metrics

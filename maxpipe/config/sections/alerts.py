@@ -154,9 +154,7 @@ def _actions_exist(config: Config) -> Iterator[RuleViolation]:
 def _actions_have_targets(config: Config) -> Iterator[RuleViolation]:
     alerts = config.alerts
     used = {each for r in enabled_rules(alerts).values() for each in actions_of(alerts, r)}
-    if "webhook" in used and not re.fullmatch(
-        r"https?://[^/\s]+\S*|\$[A-Za-z_]\w*", alerts.webhook
-    ):
+    if "webhook" in used and not _WEBHOOK.fullmatch(alerts.webhook):
         yield RuleViolation(
             Code.CFG_MISSING,
             "alerts.webhook",
