@@ -15,7 +15,7 @@ import statistics
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,14 +58,22 @@ PREAMBLE = """\
 A Llama with {params:.0f} M parameters in float32 is trained on {rows} sequences of {tokens} tokens
 per step, on one device with 2 microbatches. Each round times one step without statistics and one
 step of each kind, alternately.
-The table lists medians of {rounds} rounds, in CPU time of the process. The column "difference" is
-the median of the differences within a round, and "per step" is this difference divided by
-`layer_stats.every={every}` and by the time of a step without statistics.
+The table lists medians of {rounds} rounds, in elapsed time and in CPU time of the process. The
+column "difference" is the median of the differences of elapsed time within a round, and "per step"
+is this difference divided by `layer_stats.every={every}` and by the elapsed time of a step without
+statistics. "CPU per step" is the same figure in CPU time.
 
 With `layer_stats.every=0`, no second train step is compiled, and the train step is the same program
 as before. The only additional work per step is a comparison on the host.
 
 """
+
+
+class Times(NamedTuple):
+    """Seconds of the steps of one kind, one entry per round."""
+
+    elapsed: list[float]
+    cpu: list[float]
 
 
 def build() -> Steps:
@@ -98,8 +106,8 @@ def make_batch(steps: Steps) -> Any:
     return jax.device_put(batch, steps.batch_sharding)
 
 
-def measure(rounds: int, *, histograms: bool) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the CPU times of each kind of step in seconds, and its temporary memory in bytes."""
+def measure(rounds: int, *, histograms: bool) -> tuple[dict[str, Times], dict[str, int]]:
+    """Return the times of each kind of step, and its temporary memory in bytes."""
     steps, state = build(), build().init()
     batch, model = make_batch(steps), steps.param_layout.decoder.model
     programs = {"none": steps.compile_train()}
@@ -107,38 +115,42 @@ def measure(rounds: int, *, histograms: bool) -> tuple[dict[str, list[float]], d
         if config.histograms and not histograms:
             continue
         programs[name] = steps.with_layer_statistics(config).compile_train()
-    times: dict[str, list[float]] = {name: [] for name in programs}
+    times = {name: Times([], []) for name in programs}
     for number in range(rounds + 1):
         order = list(programs) if number % 2 else list(reversed(programs))
         for name in order:
-            start = time.process_time()
+            start, cpu = time.perf_counter(), time.process_time()
             state, metrics = programs[name](state, batch)
             jax.block_until_ready((state, metrics))
             if LAYER_STATS in metrics:
                 summarize(model, metrics[LAYER_STATS])
             if number:  # the first round warms up caches
-                times[name].append(time.process_time() - start)
-        print(number, {name: round(t[-1], 3) for name, t in times.items() if t}, flush=True)
+                times[name].cpu.append(time.process_time() - cpu)
+                times[name].elapsed.append(time.perf_counter() - start)
+        seconds = {name: round(t.elapsed[-1], 3) for name, t in times.items() if t.elapsed}
+        print(number, seconds, flush=True)
     memory = {
         name: program.memory_analysis().temp_size_in_bytes for name, program in programs.items()
     }
     return times, memory
 
 
-def table(times: dict[str, list[float]], memory: dict[str, int]) -> str:
+def difference(seconds: list[float], plain: list[float]) -> float:
+    """Return the median difference within a round, which excludes slow changes of the machine."""
+    return statistics.median(own - other for own, other in zip(seconds, plain, strict=True))
+
+
+def table(times: dict[str, Times], memory: dict[str, int]) -> str:
     """Return the Markdown table of medians."""
-    plain = statistics.median(times["none"])
-    lines = [
-        "| statistics | CPU seconds of a step | difference | per step | temporary memory (MiB) |"
-    ]
-    lines.append("|---" * 5 + "|")
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
-        # Differences within a round exclude slow changes of the machine's speed.
-        pairs = zip(seconds, times["none"], strict=True)
-        more = statistics.median(own - other for own, other in pairs)
-        share = f"{100 * more / plain / EVERY:.2f}%"
-        cells = (name, f"{median:.3f}", f"{more:.3f}", share, f"{memory[name] / 2**20:.0f}")
+    heads = ("statistics", "seconds of a step", "difference", "per step", "CPU per step")
+    lines = [f"| {' | '.join(heads)} | temporary memory (MiB) |", "|---" * 6 + "|"]
+    plain = times["none"]
+    for name, own in times.items():
+        more = difference(own.elapsed, plain.elapsed)
+        share = more / statistics.median(plain.elapsed) / EVERY
+        cpu = difference(own.cpu, plain.cpu) / statistics.median(plain.cpu) / EVERY
+        cells = (name, f"{statistics.median(own.elapsed):.3f}", f"{more:.3f}")
+        cells += (f"{share:.2%}", f"{cpu:.2%}", f"{memory[name] / 2**20:.0f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -160,7 +172,7 @@ def main() -> None:
     parser.add_argument("--histograms", action="store_true", help="also measure histograms")
     options = parser.parse_args()
     times, memory = measure(options.rounds, histograms=options.histograms)
-    plain = statistics.median(times["none"])
+    plain = statistics.median(times["none"].elapsed)
     off = host_seconds()
     page = table(times, memory)
     page += f"\n\nWith `layer_stats.every=0`, the comparison needs {off * 1e9:.0f} ns per step, "
