@@ -157,6 +157,9 @@ class HarnessTasks:
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
         try:
             from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+            if not hasattr(TaskManager, "load"):
+                raise ImportError("lm-eval must be at least 0.4.12")
         except ImportError as error:
             rule = f"requires lm-evaluation-harness: {error}."
             action = "Run: pip install 'maxpipe[harness]'"
