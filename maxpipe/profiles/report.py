@@ -61,7 +61,8 @@ class ProfileReport:
     busy_seconds: float = 0.0
     """Time in which a device runs any operation."""
     gap_seconds: float = 0.0
-    """Time between the end of a step's program and the start of the next step's program."""
+    """Time between the end of a step's program and the start of the next step's program, without
+    pauses."""
     operations: list[OperationTime] = field(default_factory=list)
     """All operations, longest first."""
     collectives: list[CollectiveTime] = field(default_factory=list)
@@ -222,6 +223,7 @@ def summarize(capture: Capture) -> ProfileReport:
             entry.count += scale * len(started)
             entry.seconds += scale * float((stopped - started).sum())
             entry.overlapped += scale * float(hidden.sum())
+    report.gap_seconds = max(0.0, report.gap_seconds - metadata.paused_seconds)
     report.operations = sorted(times.values(), key=lambda each: -each.seconds)
     report.collectives = sorted(collectives.values(), key=lambda each: -each.seconds)
     return report

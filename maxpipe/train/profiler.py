@@ -304,6 +304,7 @@ class StepProfiler:
                 wait_seconds=active.wait_seconds / active.num_steps,
                 median_seconds=self._median(),
                 forecast_seconds=self._forecast(),
+                paused_seconds=active.paused_seconds / active.num_steps,
             )
             capture.write_program(active.folder, text)
             capture.write_memory(
@@ -387,6 +388,7 @@ def describe(
     wait_seconds: float,
     median_seconds: float = 0.0,
     forecast_seconds: float = 0.0,
+    paused_seconds: float = 0.0,
 ) -> Metadata:
     """Return the metadata of a profile of a program with this optimized HLO text.
 
@@ -413,6 +415,7 @@ def describe(
         wait_seconds,
         median_seconds,
         forecast_seconds,
+        paused_seconds,
     )
 
 
