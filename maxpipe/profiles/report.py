@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.io.formatting import format_duration
+from maxpipe.io.formatting import format_duration, pluralize
 from maxpipe.planner.instruction_costs import align_columns
 from maxpipe.profiles.capture import Capture
 from maxpipe.profiles.program import CONTROL_FLOW, Operation
@@ -144,8 +144,9 @@ class ProfileReport:
             return name, format_duration(seconds), share, times
 
         lines = [
-            f"{self.num_steps} steps of {format_duration(whole)} on {self.num_devices} "
-            f"{self.platform} devices; times are means per step and device",
+            f"{pluralize(self.num_steps, 'step')} of {format_duration(whole)} on "
+            f"{pluralize(self.num_devices, f'{self.platform} device')}; times are means per step "
+            "and device",
             "",
         ]
         rest = [
