@@ -114,6 +114,7 @@ class StepProfiler:
         self._begun = self._waited = self._latest_begun = 0.0
         self._intervals: deque[float] = deque(maxlen=_PACE_STEPS)
         self._worker: threading.Thread | None = None
+        self._unwritten: _ActiveProfile | None = None
         self._latest: Results | None = None
         self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -143,12 +144,17 @@ class StepProfiler:
         temporary = folder / f".trace-{jax.process_index()}"
         older = frozenset(capture.trace_folders(folder))
         active = _ActiveProfile(step, reason or "signal", folder, temporary, older=older)
+        stop_error = None
+        if (unwritten := self._unwritten) is not None:
+            stop_error = self._stop_trace(unwritten)
+            _remove_trace(unwritten)
         try:
             _start_trace(active, python=self._config.python)
         except Exception as error:  # a profiler session of another tool, or a full disk
-            self._warn(f"step {step} is not profiled: {_first_line(error)}")
+            self._warn(f"step {step} is not profiled: {_first_line(stop_error or error)}")
+            _remove_trace(active)
             return
-        self._active = active
+        self._active, self._unwritten = active, None
 
     @contextlib.contextmanager
     def data_wait(self, step: int) -> Iterator[None]:
@@ -204,14 +210,25 @@ class StepProfiler:
         assert active is not None
         seconds = time.perf_counter() - active.begun - active.paused_seconds
         active.step_seconds = seconds / active.num_steps
-        try:
-            jax.profiler.stop_trace()
-        except Exception as error:
+        if error := self._stop_trace(active):
             self._warn(f"the profile of step {active.step} is lost: {_first_line(error)}")
-            shutil.rmtree(active.temporary, ignore_errors=True)
+            _remove_trace(active)
             return
         self._worker = threading.Thread(target=self._write, args=(active,), name="profile")
         self._worker.start()
+
+    def _stop_trace(self, active: _ActiveProfile) -> Exception | None:
+        """Write the trace, and return the error if this fails.
+
+        Before version 0.12, jax then keeps the trace and starts no other one. The start of the next
+        profile therefore stops the trace again.
+        """
+        try:
+            jax.profiler.stop_trace()
+        except Exception as error:
+            self._unwritten = active
+            return error
+        return None
 
     def wait(self) -> None:
         """Wait until the files of the latest profile are written."""
@@ -224,9 +241,8 @@ class StepProfiler:
         active, self._active = self._active, None
         self._begun = self._latest_begun = 0.0
         if active is not None:
-            with contextlib.suppress(Exception):
-                jax.profiler.stop_trace()
-            shutil.rmtree(active.temporary, ignore_errors=True)
+            self._stop_trace(active)
+            _remove_trace(active)
             self._warn(f"the profile of step {active.step} was discarded, because {reason}")
         self.wait()
 
@@ -500,9 +516,17 @@ def _move_trace(active: _ActiveProfile) -> None:
 def _start_trace(active: _ActiveProfile, *, python: bool) -> None:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = int(python)
+    shutil.rmtree(active.temporary, ignore_errors=True)  # a killed process may leave a trace
     active.temporary.mkdir(parents=True, exist_ok=True)
     jax.profiler.start_trace(active.temporary, profiler_options=options)
     active.begun = time.perf_counter()
+
+
+def _remove_trace(active: _ActiveProfile) -> None:
+    """Delete an unfinished trace, and the folder of the profile if it is empty."""
+    shutil.rmtree(active.temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        active.folder.rmdir()
 
 
 def _local_index(device: Any) -> int:

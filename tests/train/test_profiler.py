@@ -138,10 +138,12 @@ def test_slow_step_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
     assert [line["reason"] for line in ledger(tmp_path / "run", "profile")] == ["slow step"]
 
 
-def profiler_with(channel: Any, tmp_path: Path, **fields: Any) -> StepProfiler:
-    """Return a profiler of a run without a model."""
+def profiler_with(
+    channel: Any, tmp_path: Path, warnings: list[str] | None = None, **fields: Any
+) -> StepProfiler:
+    """Return a profiler of a run without a model, which appends its messages to `warnings`."""
     nothing: Any = None
-    warnings: list[str] = []
+    warnings = [] if warnings is None else warnings
     console = SimpleNamespace(warn=warnings.append, note=warnings.append, warnings=warnings)
     outputs: Any = SimpleNamespace(run_dir=tmp_path, console=console)
     return StepProfiler(ProfileConfig(**fields), nothing, channel, outputs, {}, lambda: 0.0)
@@ -248,6 +250,42 @@ def test_failure_to_profile_is_a_warning(tiny: Path, run: Run, uninterrupted: Pa
     output = run("train", tiny, f"run.dir={tmp_path}", "profile.at=[5]")
     assert "profile: step 5 is not profiled" in output
     assert losses(tmp_path / "run") == losses(uninterrupted)
+
+
+def test_profile_that_cannot_be_written_does_not_prevent_the_next_one(tmp_path: Path):
+    warnings: list[str] = []
+    profiler = profiler_with(SimpleNamespace(profile_at=0), tmp_path, warnings, at=[1, 5, 9])
+    first, second, third = (step_folder(tmp_path, step) for step in (1, 5, 9))
+
+    def profile(step: int) -> None:
+        profiler.start(step)
+        with profiler.step(step, 8):
+            pass
+
+    profile(1)
+    (first / ".trace-0").rmdir()
+    (first / ".trace-0").write_text("a file in place of the folder")
+    profiler.finish()
+    (first / ".trace-0").unlink()
+    profile(5)
+    profiler.discard()
+    assert not second.exists()  # nothing was written
+    profile(9)
+    profiler.finish()
+    profiler.wait()
+    assert num_traces(third) == 1
+    lost, discarded, *_ = warnings
+    assert "the profile of step 1 is lost" in lost and "step 5 was discarded" in discarded
+
+
+def test_trace_of_a_killed_process_is_not_used(tmp_path: Path):
+    trace = step_folder(tmp_path, 5) / ".trace-0" / "old.xplane.pb"
+    trace.parent.mkdir(parents=True)
+    trace.write_bytes(b"")
+    profiler = profiler_with(SimpleNamespace(profile_at=0), tmp_path, at=[5])
+    profiler.start(5)
+    assert profiler.is_active and not trace.exists()
+    profiler.discard()
 
 
 def test_full_disk_is_a_warning(tiny: Path, run: Run, uninterrupted: Path, tmp_path: Path):
