@@ -9,6 +9,7 @@ stops the run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import platform
 import shutil
@@ -112,6 +113,7 @@ class StepProfiler:
         self._reason = "signal"
         self._recent: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self._begun = self._waited = self._latest_begun = 0.0
+        self._in_flight = False
         self._intervals: deque[float] = deque(maxlen=_PACE_STEPS)
         self._worker: threading.Thread | None = None
         self._unwritten: _ActiveProfile | None = None
@@ -164,7 +166,10 @@ class StepProfiler:
             self._record(step, now - self._begun)
         elif self._latest_begun and not self._channel.step_seconds:
             self._record_pace(now - self._latest_begun)
-        self._begun = self._latest_begun = now
+        self._latest_begun = now
+        # Without a step in flight, the loop does not wait: this step's time is only that of its
+        # dispatch.
+        self._begun = now if self._in_flight else 0.0
         yield
         self._waited = time.perf_counter() - now
 
@@ -175,7 +180,7 @@ class StepProfiler:
         """
         start = time.perf_counter()
         yield
-        self._begun = 0.0
+        self._begun, self._in_flight = 0.0, False
         if (active := self._active) is not None:
             active.paused_seconds += time.perf_counter() - max(start, active.begun)
 
@@ -183,6 +188,7 @@ class StepProfiler:
     def step(self, step: int, rows: int) -> Iterator[None]:
         """Run a step of `rows` sequences inside the context, and annotate it in a profile."""
         active = self._active
+        self._in_flight = True
         if active is None:
             yield
             return
@@ -240,6 +246,7 @@ class StepProfiler:
         """End a profile whose steps are not all complete, without writing it."""
         active, self._active = self._active, None
         self._begun = self._latest_begun = 0.0
+        self._in_flight = False
         if active is not None:
             self._stop_trace(active)
             _remove_trace(active)
@@ -278,10 +285,15 @@ class StepProfiler:
         self._channel.clear_profile_request()
 
     def _record_pace(self, seconds: float) -> None:
-        """Record the time between two steps of a run that pauses at every step."""
+        """Record the time between two steps of a run that pauses at every step or every other step.
+
+        After a pause, the loop dispatches a step without waiting. Hence, only the sum of two
+        intervals contains the time of a step.
+        """
         self._intervals.append(seconds)
         if len(self._intervals) == _PACE_STEPS:
-            self._channel.step_seconds = min(self._intervals)
+            pairs = itertools.pairwise(self._intervals)
+            self._channel.step_seconds = min(map(sum, pairs)) / 2
 
     def _record(self, step: int, seconds: float) -> None:
         """Record the time of the step before `step`, and request a profile if it was slow."""

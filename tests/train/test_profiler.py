@@ -179,6 +179,32 @@ def test_step_time_of_a_run_that_pauses_at_every_step_is_measured(tmp_path: Path
     assert 0.01 <= channel.step_seconds < 0.5
 
 
+def test_dispatch_of_a_step_does_not_count_as_its_time(tmp_path: Path):
+    """The loop waits for a step while the next one is in flight, and not after a pause."""
+    channel = SimpleNamespace(profile_at=0, step_seconds=0.0, index=0, count=1)
+    profiler = profiler_with(channel, tmp_path)
+    for step in range(1, 22):
+        with profiler.data_wait(step), profiler.step(step, 8):
+            time.sleep(0.01 if step % 7 != 1 else 0)
+        if step % 7 == 0:
+            with profiler.paused():
+                pass
+    assert channel.step_seconds >= 0.009
+    assert len(profiler._recent) == 15 and min(profiler._recent) >= 0.009
+
+
+def test_step_time_of_a_run_that_pauses_at_every_other_step_is_measured(tmp_path: Path):
+    channel = SimpleNamespace(profile_at=0, step_seconds=0.0, index=0, count=1)
+    profiler = profiler_with(channel, tmp_path)
+    for step in range(1, 9):
+        with profiler.data_wait(step), profiler.step(step, 8):
+            pass
+        if step % 2 == 0:
+            with profiler.paused():
+                time.sleep(0.02)
+    assert channel.step_seconds >= 0.01 and not profiler._recent
+
+
 def test_batch_ramp_ends_a_profile(tiny: Path, run: Run, tmp_path: Path):
     """The next steps run another program."""
     every = ("train.batch_ramp=[{batch_size: 4, steps: 6}]", "profile.at=[5]", "profile.steps=4")
