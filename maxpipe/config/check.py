@@ -18,6 +18,7 @@ from maxpipe.config.sections.data import is_synthetic, named_sources, section_of
 from maxpipe.config.sections.eval import check_eval_during_training
 from maxpipe.config.sections.mesh import replication_warnings
 from maxpipe.config.sections.optim import optimizer_warnings
+from maxpipe.config.sections.profile import profile_warnings
 from maxpipe.config.sections.source import COLUMNS, paths_of
 from maxpipe.config.sections.tokenizer import BYTES_VOCABULARY
 from maxpipe.config.translation import infer_source
@@ -46,6 +47,7 @@ def find_warnings(config: Config) -> Iterator[Problem]:
     """Yield warnings about settings that are allowed but likely to be mistakes."""
     yield from optimizer_warnings(config)
     yield from replication_warnings(config)
+    yield from profile_warnings(config)
 
 
 LARGEST_FOR_BYTES = 4096

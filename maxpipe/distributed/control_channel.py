@@ -328,8 +328,9 @@ class ControlChannel:
         step. Before the first steps, the request is deferred until the step time is known.
         """
         where = self._phases.status()
-        if self._state.profile_at > where.step:
-            return  # already requested
+        if self._state.profile_at > where.step:  # already requested, possibly by another process
+            self._defers_profile = False
+            return
         self._defers_profile = not self.step_seconds
         if self._defers_profile:
             return

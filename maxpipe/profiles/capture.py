@@ -131,13 +131,16 @@ class Metadata:
     """Whether the devices are virtual CPU devices, which share the cores of a host."""
     table: TableRecord
     step_seconds: float
-    """Mean wall time of the profiled steps."""
+    """Mean wall time of the profiled steps, without pauses."""
     wait_seconds: float
     """Mean time for which a profiled step waited for its batch."""
     median_seconds: float = 0.0
     """Median time of earlier steps that were not profiled; 0 if unknown."""
     forecast_seconds: float = 0.0
     """Step time that the planner predicts; 0 without a prediction."""
+    paused_seconds: float = 0.0
+    """Mean time per step of the pauses between profiled steps, such as evaluations, checkpoints and
+    rollouts."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the metadata as JSON values."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.io.formatting import format_duration
+from maxpipe.io.formatting import format_duration, pluralize
 from maxpipe.planner.instruction_costs import align_columns
 from maxpipe.profiles.capture import Capture
 from maxpipe.profiles.program import CONTROL_FLOW, Operation
@@ -61,7 +61,8 @@ class ProfileReport:
     busy_seconds: float = 0.0
     """Time in which a device runs any operation."""
     gap_seconds: float = 0.0
-    """Time between the end of a step's program and the start of the next step's program."""
+    """Time between the end of a step's program and the start of the next step's program, without
+    pauses."""
     operations: list[OperationTime] = field(default_factory=list)
     """All operations, longest first."""
     collectives: list[CollectiveTime] = field(default_factory=list)
@@ -143,8 +144,9 @@ class ProfileReport:
             return name, format_duration(seconds), share, times
 
         lines = [
-            f"{self.num_steps} steps of {format_duration(whole)} on {self.num_devices} "
-            f"{self.platform} devices; times are means per step and device",
+            f"{pluralize(self.num_steps, 'step')} of {format_duration(whole)} on "
+            f"{pluralize(self.num_devices, f'{self.platform} device')}; times are means per step "
+            "and device",
             "",
         ]
         rest = [
@@ -222,6 +224,7 @@ def summarize(capture: Capture) -> ProfileReport:
             entry.count += scale * len(started)
             entry.seconds += scale * float((stopped - started).sum())
             entry.overlapped += scale * float(hidden.sum())
+    report.gap_seconds = max(0.0, report.gap_seconds - metadata.paused_seconds)
     report.operations = sorted(times.values(), key=lambda each: -each.seconds)
     report.collectives = sorted(collectives.values(), key=lambda each: -each.seconds)
     return report

@@ -14,8 +14,10 @@ Source: `xla/tsl/profiler/utils/xplane_schema.cc`.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +36,8 @@ _DERIVED_LINES = frozenset(
     )
 )
 """Lines of a GPU plane that repeat the kernels of its streams."""
+
+_statistics_types: set[type] = set()
 
 
 class Event(NamedTuple):
@@ -106,6 +110,7 @@ def read_trace(path: str | Path, module: str) -> Trace:
         planes = list(ProfileData.from_serialized_xspace(data).planes)
     except RuntimeError as error:
         raise ValueError(f"{path} is not a trace: {error}") from error
+    _create_statistics_types(planes)
     found: dict[int, list[Event]] = {}
     trace = Trace("cpu")
     for plane in planes:
@@ -120,6 +125,20 @@ def read_trace(path: str | Path, module: str) -> Trace:
     trace.devices = {index: _arrays(events) for index, events in sorted(found.items()) if events}
     trace.steps.sort()
     return trace
+
+
+def _create_statistics_types(planes: Sequence[Any]) -> None:
+    """Read the statistics of one event, and keep their type.
+
+    jaxlib 0.12 creates the type of these statistics when it is needed, and frees the type with the
+    last statistics. Creation causes a deprecation warning, and if warnings are errors, the process
+    aborts.
+    """
+    events = (event for plane in planes for line in plane.lines for event in line.events)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for event in itertools.islice(events, 1):
+            _statistics_types.add(type(event.stats))
 
 
 def _tpu_events(plane: Any, module: str, trace: Trace) -> Iterator[Event]:

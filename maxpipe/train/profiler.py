@@ -9,6 +9,7 @@ stops the run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import platform
 import shutil
@@ -112,8 +113,10 @@ class StepProfiler:
         self._reason = "signal"
         self._recent: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self._begun = self._waited = self._latest_begun = 0.0
+        self._in_flight = False
         self._intervals: deque[float] = deque(maxlen=_PACE_STEPS)
         self._worker: threading.Thread | None = None
+        self._unwritten: _ActiveProfile | None = None
         self._latest: Results | None = None
         self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -143,12 +146,17 @@ class StepProfiler:
         temporary = folder / f".trace-{jax.process_index()}"
         older = frozenset(capture.trace_folders(folder))
         active = _ActiveProfile(step, reason or "signal", folder, temporary, older=older)
+        stop_error = None
+        if (unwritten := self._unwritten) is not None:
+            stop_error = self._stop_trace(unwritten)
+            _remove_trace(unwritten)
         try:
             _start_trace(active, python=self._config.python)
         except Exception as error:  # a profiler session of another tool, or a full disk
-            self._warn(f"step {step} is not profiled: {_first_line(error)}")
+            self._warn(f"step {step} is not profiled: {_first_line(stop_error or error)}")
+            _remove_trace(active)
             return
-        self._active = active
+        self._active, self._unwritten = active, None
 
     @contextlib.contextmanager
     def data_wait(self, step: int) -> Iterator[None]:
@@ -158,7 +166,10 @@ class StepProfiler:
             self._record(step, now - self._begun)
         elif self._latest_begun and not self._channel.step_seconds:
             self._record_pace(now - self._latest_begun)
-        self._begun = self._latest_begun = now
+        self._latest_begun = now
+        # Without a step in flight, the loop does not wait: this step's time is only that of its
+        # dispatch.
+        self._begun = now if self._in_flight else 0.0
         yield
         self._waited = time.perf_counter() - now
 
@@ -169,7 +180,7 @@ class StepProfiler:
         """
         start = time.perf_counter()
         yield
-        self._begun = 0.0
+        self._begun, self._in_flight = 0.0, False
         if (active := self._active) is not None:
             active.paused_seconds += time.perf_counter() - max(start, active.begun)
 
@@ -177,6 +188,7 @@ class StepProfiler:
     def step(self, step: int, rows: int) -> Iterator[None]:
         """Run a step of `rows` sequences inside the context, and annotate it in a profile."""
         active = self._active
+        self._in_flight = True
         if active is None:
             yield
             return
@@ -204,14 +216,25 @@ class StepProfiler:
         assert active is not None
         seconds = time.perf_counter() - active.begun - active.paused_seconds
         active.step_seconds = seconds / active.num_steps
-        try:
-            jax.profiler.stop_trace()
-        except Exception as error:
+        if error := self._stop_trace(active):
             self._warn(f"the profile of step {active.step} is lost: {_first_line(error)}")
-            shutil.rmtree(active.temporary, ignore_errors=True)
+            _remove_trace(active)
             return
         self._worker = threading.Thread(target=self._write, args=(active,), name="profile")
         self._worker.start()
+
+    def _stop_trace(self, active: _ActiveProfile) -> Exception | None:
+        """Write the trace, and return the error if this fails.
+
+        Before version 0.12, jax then keeps the trace and starts no other one. The start of the next
+        profile therefore stops the trace again.
+        """
+        try:
+            jax.profiler.stop_trace()
+        except Exception as error:
+            self._unwritten = active
+            return error
+        return None
 
     def wait(self) -> None:
         """Wait until the files of the latest profile are written."""
@@ -223,10 +246,10 @@ class StepProfiler:
         """End a profile whose steps are not all complete, without writing it."""
         active, self._active = self._active, None
         self._begun = self._latest_begun = 0.0
+        self._in_flight = False
         if active is not None:
-            with contextlib.suppress(Exception):
-                jax.profiler.stop_trace()
-            shutil.rmtree(active.temporary, ignore_errors=True)
+            self._stop_trace(active)
+            _remove_trace(active)
             self._warn(f"the profile of step {active.step} was discarded, because {reason}")
         self.wait()
 
@@ -262,10 +285,15 @@ class StepProfiler:
         self._channel.clear_profile_request()
 
     def _record_pace(self, seconds: float) -> None:
-        """Record the time between two steps of a run that pauses at every step."""
+        """Record the time between two steps of a run that pauses at every step or every other step.
+
+        After a pause, the loop dispatches a step without waiting. Hence, only the sum of two
+        intervals contains the time of a step.
+        """
         self._intervals.append(seconds)
         if len(self._intervals) == _PACE_STEPS:
-            self._channel.step_seconds = min(self._intervals)
+            pairs = itertools.pairwise(self._intervals)
+            self._channel.step_seconds = min(map(sum, pairs)) / 2
 
     def _record(self, step: int, seconds: float) -> None:
         """Record the time of the step before `step`, and request a profile if it was slow."""
@@ -304,6 +332,7 @@ class StepProfiler:
                 wait_seconds=active.wait_seconds / active.num_steps,
                 median_seconds=self._median(),
                 forecast_seconds=self._forecast(),
+                paused_seconds=active.paused_seconds / active.num_steps,
             )
             capture.write_program(active.folder, text)
             capture.write_memory(
@@ -387,6 +416,7 @@ def describe(
     wait_seconds: float,
     median_seconds: float = 0.0,
     forecast_seconds: float = 0.0,
+    paused_seconds: float = 0.0,
 ) -> Metadata:
     """Return the metadata of a profile of a program with this optimized HLO text.
 
@@ -413,6 +443,7 @@ def describe(
         wait_seconds,
         median_seconds,
         forecast_seconds,
+        paused_seconds,
     )
 
 
@@ -497,9 +528,17 @@ def _move_trace(active: _ActiveProfile) -> None:
 def _start_trace(active: _ActiveProfile, *, python: bool) -> None:
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = int(python)
+    shutil.rmtree(active.temporary, ignore_errors=True)  # a killed process may leave a trace
     active.temporary.mkdir(parents=True, exist_ok=True)
     jax.profiler.start_trace(active.temporary, profiler_options=options)
     active.begun = time.perf_counter()
+
+
+def _remove_trace(active: _ActiveProfile) -> None:
+    """Delete an unfinished trace, and the folder of the profile if it is empty."""
+    shutil.rmtree(active.temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        active.folder.rmdir()
 
 
 def _local_index(device: Any) -> int:

@@ -519,6 +519,18 @@ def test_warning_if_optimizer_settings_prevent_learning(overrides: list[str], ke
     assert [each.where for each in check.find_warnings(config)] == ([key] if key else [])
 
 
+@pytest.mark.parametrize(
+    ("at", "action"),
+    [("[5,100]", None), ("[]", None), ("[5,101]", "[5]"), ("[200]", "[]")],
+)
+def test_warning_if_profiles_start_after_the_run(at: str, action: str | None):
+    config = load([*BASE, "train.steps=100", f"profile.at={at}"]).config
+    warnings = [each for each in check.find_warnings(config) if each.where == "profile.at"]
+    assert [each.value for each in warnings] == ([at] if action else [])
+    if warnings:
+        assert "step 100" in warnings[0].rule and f"profile.at={action}," in warnings[0].action
+
+
 @pytest.mark.parametrize(("warmup", "is_reported"), [(99, False), (100, True), (5000, True)])
 def test_warning_if_warmup_exceeds_run_length(warmup: int, is_reported: bool):
     config = load([BASE[0], "train.steps=100", f"optim.warmup_steps={warmup}"]).config

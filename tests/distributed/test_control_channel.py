@@ -689,6 +689,17 @@ def test_port_is_released_before_welcome() -> None:
     assert told == ["welcome"]
 
 
+def test_deferred_profile_request_ends_with_the_request_of_another_process() -> None:
+    """Otherwise, the same signal to all processes would start several profiles."""
+    with ControlChannel(Phases(), Timeouts(init_seconds=5.0)) as link:
+        link.connect(("127.0.0.1", free_port()), {}, lambda: b"secret")
+        link.request_profile()  # before the first steps
+        link._state.profile_at = 9
+        link.request_profile()
+        link.clear_profile_request()
+        assert not link._defers_profile
+
+
 def test_values_are_compared_across_processes() -> None:
     body = "print(link.compare_across_processes('data', 'b' if index == 1 else 'a'))"
     with members(body) as processes:

@@ -68,6 +68,15 @@ def test_times_are_those_of_the_trace(platform: str, tmp_path: Path) -> None:
     )
 
 
+def test_pauses_between_steps_are_not_gaps(tmp_path: Path) -> None:
+    write_profile(tmp_path, "tpu")
+    profile = capture.read_capture(tmp_path)
+    gaps = analyze(profile).report.gap_seconds
+    paused = replace(profile.metadata, paused_seconds=0.75 * gaps)
+    report = analyze(replace(profile, metadata=paused)).report
+    assert report.gap_seconds == pytest.approx(0.25 * gaps)
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_slots_are_placed_in_their_ticks(platform: str, tmp_path: Path) -> None:
     timeline = results_of(tmp_path, platform).timeline

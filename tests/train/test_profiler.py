@@ -138,10 +138,12 @@ def test_slow_step_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
     assert [line["reason"] for line in ledger(tmp_path / "run", "profile")] == ["slow step"]
 
 
-def profiler_with(channel: Any, tmp_path: Path, **fields: Any) -> StepProfiler:
-    """Return a profiler of a run without a model."""
+def profiler_with(
+    channel: Any, tmp_path: Path, warnings: list[str] | None = None, **fields: Any
+) -> StepProfiler:
+    """Return a profiler of a run without a model, which appends its messages to `warnings`."""
     nothing: Any = None
-    warnings: list[str] = []
+    warnings = [] if warnings is None else warnings
     console = SimpleNamespace(warn=warnings.append, note=warnings.append, warnings=warnings)
     outputs: Any = SimpleNamespace(run_dir=tmp_path, console=console)
     return StepProfiler(ProfileConfig(**fields), nothing, channel, outputs, {}, lambda: 0.0)
@@ -175,6 +177,32 @@ def test_step_time_of_a_run_that_pauses_at_every_step_is_measured(tmp_path: Path
         with profiler.data_wait(step), profiler.paused():
             time.sleep(0.01)
     assert 0.01 <= channel.step_seconds < 0.5
+
+
+def test_dispatch_of_a_step_does_not_count_as_its_time(tmp_path: Path):
+    """The loop waits for a step while the next one is in flight, and not after a pause."""
+    channel = SimpleNamespace(profile_at=0, step_seconds=0.0, index=0, count=1)
+    profiler = profiler_with(channel, tmp_path)
+    for step in range(1, 22):
+        with profiler.data_wait(step), profiler.step(step, 8):
+            time.sleep(0.01 if step % 7 != 1 else 0)
+        if step % 7 == 0:
+            with profiler.paused():
+                pass
+    assert channel.step_seconds >= 0.009
+    assert len(profiler._recent) == 15 and min(profiler._recent) >= 0.009
+
+
+def test_step_time_of_a_run_that_pauses_at_every_other_step_is_measured(tmp_path: Path):
+    channel = SimpleNamespace(profile_at=0, step_seconds=0.0, index=0, count=1)
+    profiler = profiler_with(channel, tmp_path)
+    for step in range(1, 9):
+        with profiler.data_wait(step), profiler.step(step, 8):
+            pass
+        if step % 2 == 0:
+            with profiler.paused():
+                time.sleep(0.02)
+    assert channel.step_seconds >= 0.01 and not profiler._recent
 
 
 def test_batch_ramp_ends_a_profile(tiny: Path, run: Run, tmp_path: Path):
@@ -248,6 +276,42 @@ def test_failure_to_profile_is_a_warning(tiny: Path, run: Run, uninterrupted: Pa
     output = run("train", tiny, f"run.dir={tmp_path}", "profile.at=[5]")
     assert "profile: step 5 is not profiled" in output
     assert losses(tmp_path / "run") == losses(uninterrupted)
+
+
+def test_profile_that_cannot_be_written_does_not_prevent_the_next_one(tmp_path: Path):
+    warnings: list[str] = []
+    profiler = profiler_with(SimpleNamespace(profile_at=0), tmp_path, warnings, at=[1, 5, 9])
+    first, second, third = (step_folder(tmp_path, step) for step in (1, 5, 9))
+
+    def profile(step: int) -> None:
+        profiler.start(step)
+        with profiler.step(step, 8):
+            pass
+
+    profile(1)
+    (first / ".trace-0").rmdir()
+    (first / ".trace-0").write_text("a file in place of the folder")
+    profiler.finish()
+    (first / ".trace-0").unlink()
+    profile(5)
+    profiler.discard()
+    assert not second.exists()  # nothing was written
+    profile(9)
+    profiler.finish()
+    profiler.wait()
+    assert num_traces(third) == 1
+    lost, discarded, *_ = warnings
+    assert "the profile of step 1 is lost" in lost and "step 5 was discarded" in discarded
+
+
+def test_trace_of_a_killed_process_is_not_used(tmp_path: Path):
+    trace = step_folder(tmp_path, 5) / ".trace-0" / "old.xplane.pb"
+    trace.parent.mkdir(parents=True)
+    trace.write_bytes(b"")
+    profiler = profiler_with(SimpleNamespace(profile_at=0), tmp_path, at=[5])
+    profiler.start(5)
+    assert profiler.is_active and not trace.exists()
+    profiler.discard()
 
 
 def test_full_disk_is_a_warning(tiny: Path, run: Run, uninterrupted: Path, tmp_path: Path):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from maxpipe.config.rules import add_ranges, rule
-from maxpipe.errors import Code, RuleViolation
+from maxpipe.config.sections.train import total_steps
+from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import LARGEST, Bound
 
 if TYPE_CHECKING:
@@ -68,6 +69,21 @@ def _profiles_do_not_overlap(config: Config) -> Iterator[RuleViolation]:
             "profile.at",
             f"must contain steps that are at least profile.steps={steps} apart.",
             f"Set profile.at={_listed(kept)}.",
+        )
+
+
+def profile_warnings(config: Config) -> Iterator[Problem]:
+    """Yield warnings about profiles that a run never records."""
+    at, last = config.profile.at, total_steps(config.train)
+    if last and max(at, default=0) > last:
+        yield Problem(
+            Code.CFG_VALUE,
+            "profile.at",
+            _listed(at),
+            f"contains steps after the last one, which is step {last}: these profiles are not "
+            "recorded.",
+            f"Set profile.at={_listed([step for step in at if step <= last])}, or increase "
+            "train.steps.",
         )
 
 
