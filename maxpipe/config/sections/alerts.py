@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import add_ranges, rule, unknown_names
 from maxpipe.errors import Code, RuleViolation
-from maxpipe.models.config import LARGEST, Bound
+from maxpipe.models.config import Bound
 
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
@@ -99,10 +99,12 @@ class AlertsConfig:
 
 add_ranges(
     Bound("alerts.timeout_seconds", 10.0, 0, 600, low_is_inside=False),
+    Bound("alerts.rules.NAME.window", 50, 4, 100_000, "all values are kept in memory"),
+    Bound("alerts.rules.NAME.records", 1, 1, 10**9),
+    Bound("alerts.rules.NAME.cooldown_seconds", 600.0, 0, 10**9),
 )
 
 _WEBHOOK = re.compile(r"https?://[^/\s]+\S*|\$[A-Za-z_]\w*")
-_MIN_VALUES = {"window": 4, "records": 1, "cooldown_seconds": 0.0}
 
 
 def enabled_rules(alerts: AlertsConfig) -> dict[str, AlertRule]:
@@ -132,14 +134,6 @@ def _rules_are_valid(config: Config) -> Iterator[RuleViolation]:
                 "must be the name of a metric.",
                 f"Set {key}.metric=train/loss.",
             )
-        for field_, least in _MIN_VALUES.items():
-            if not least <= getattr(alert, field_) <= LARGEST:
-                yield RuleViolation(
-                    Code.CFG_VALUE,
-                    f"{key}.{field_}",
-                    f"must be at least {least:g}.",
-                    f"Set {key}.{field_}={least:g}.",
-                )
 
 
 @rule("alerts.actions", "alerts.rules")
