@@ -33,7 +33,7 @@ from maxpipe.planner.memory_terms import TERMS, gib
 from maxpipe.planner.search import Candidate, evaluate
 from maxpipe.profiles.capture import profiled_steps, read_report, step_folder
 
-_MAX_FORECAST_BYTES = 1 << 22
+MAX_FORECAST_BYTES = 1 << 22
 _MIN_RECORDS = 3
 """Number of records from which the first one, which includes warm-up, is ignored."""
 _LARGE_DIFFERENCE = 0.1
@@ -114,7 +114,7 @@ def read_forecast(run_dir: Path) -> ForecastFile | None:
         OSError: the file cannot be read.
     """
     try:
-        return parse_json(read(run_dir / FORECAST_FILE, _MAX_FORECAST_BYTES), ForecastFile)
+        return parse_json(read(run_dir / FORECAST_FILE, MAX_FORECAST_BYTES), ForecastFile)
     except (FileNotFoundError, ValueError):
         return None
 
