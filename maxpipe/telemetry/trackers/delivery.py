@@ -253,6 +253,8 @@ class Delivery:
         """Positions that become the cursor at a time, which the client needs to store records."""
         self._failures, self._retry_at, self._failing_since = 0, 0.0, 0.0
         self._limiter, self._is_reported = RateLimiter(), False
+        self._warning = ""
+        """Last warning of the tracker."""
         self._artifact_limiter, self._artifacts_at = RateLimiter(), 0.0
         self._closing: bool | None = None
         """Whether the run is complete; None before the end of the run."""
@@ -434,6 +436,10 @@ class Delivery:
             raise _DeliveryError("the process of the client ended") from None
         if "error" in reply:
             raise _DeliveryError(reply["error"])
+        if (warning := reply.get("warning", self._warning)) != self._warning:
+            self._warning = warning
+            if warning:
+                self._context.warn(f"tracker {self.name}: {warning}")
         return reply
 
     def _stop(self) -> None:
