@@ -38,7 +38,7 @@ def main() -> None:
         try:
             replies.write(json.dumps(content) + "\n")
             replies.flush()
-        except BrokenPipeError:  # the parent process was killed, and nobody reads a traceback
+        except BrokenPipeError:  # the parent process was killed
             os._exit(1)
 
     try:
