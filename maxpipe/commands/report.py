@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 from maxpipe.commands.parser import RUN, Commands, check_place, count, write_file
-from maxpipe.errors import Code, ConfigError, ExitCode
-from maxpipe.io import files
+from maxpipe.errors import Code, ConfigError, ExitCode, StorageError
+from maxpipe.io import files, redact
 from maxpipe.io.formatting import capitalize_first
 
 _PAUSE_FACTOR = 4.0
@@ -72,7 +73,11 @@ def _report(options: argparse.Namespace) -> int:
             # Reading long runs takes seconds, and must not occupy a processor all the time.
             time.sleep(max(options.every, _PAUSE_FACTOR * (time.monotonic() - start)))
             start = time.monotonic()
-            running = _write(options)
+            try:
+                running = _write(options)
+            except StorageError as error:  # such as a short outage of a bucket, or a full disk
+                line = redact.redact_for_terminal(f"warning: {error}\n  The page is kept.")
+                print(line, file=sys.stderr, flush=True)
     return ExitCode.DONE
 
 

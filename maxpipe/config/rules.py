@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 from collections.abc import Mapping
 
+NAME = "NAME"
+"""Placeholder for a user-defined name in declared keys, such as `data.mixture.NAME.path`."""
+
 ITEM = "[]"
 """Placeholder for the item index in declared keys, such as `optim.lr_phases[].steps`."""
 
@@ -268,29 +271,53 @@ MAX_INT32 = 2**31 - 1
 
 
 BOUNDS: dict[str, Bound] = {}
-"""Maps full keys to their value ranges."""
+"""Maps declared keys to their value ranges."""
+
+_NAMED_BOUNDS: dict[str, list[Bound]] = {}
+"""Maps keys whose values are named sections, such as `alerts.rules`, to the ranges of the keys in
+these sections."""
 
 
 def add_ranges(*bounds: Bound) -> None:
-    """Register value ranges, and a rule for each range. The rules for fields of list items are
-    added by `add_item_rules`.
+    """Register value ranges, and a rule for each range.
+
+    The key of a range may contain the placeholder `NAME`, as in `alerts.rules.NAME.window`: the
+    range then applies to each named section. The rules for fields of list items are added by
+    `add_item_rules`.
     """
     for bound in bounds:
         BOUNDS[bound.key] = bound
-        if ITEM not in bound.key:
+        sections, is_named, _ = bound.key.partition(f".{NAME}.")
+        if is_named:
+            if sections not in _NAMED_BOUNDS:
+                _NAMED_BOUNDS[sections] = []
+                _add_named_range_rule(sections)
+            _NAMED_BOUNDS[sections].append(bound)
+        elif ITEM not in bound.key:
             _add_range_rule(bound)
 
 
 def _add_range_rule(bound: Bound) -> None:
     @rule(bound.key)
     def find(config: Config) -> Iterator[RuleViolation]:
-        if not bound.holds(value_of(config, bound.key)):
-            yield RuleViolation(
-                Code.CFG_VALUE,
-                bound.key,
-                f"must be {bound}.",
-                f"Set {bound.key}={format_value(bound.example)}.",
-            )
+        yield from _range_violation(config, bound, bound.key)
+
+
+def _add_named_range_rule(sections: str) -> None:
+    """Add one rule for all ranges in named sections, which therefore reports all violations."""
+
+    @rule(sections)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        for name in value_of(config, sections):
+            for bound in _NAMED_BOUNDS[sections]:
+                key = bound.key.replace(f".{NAME}.", f".{name}.")
+                yield from _range_violation(config, bound, key)
+
+
+def _range_violation(config: Config, bound: Bound, key: str) -> Iterator[RuleViolation]:
+    if not bound.holds(value_of(config, key)):
+        action = f"Set {key}={format_value(bound.example)}."
+        yield RuleViolation(Code.CFG_VALUE, key, f"must be {bound}.", action)
 
 
 EXAMPLES: dict[str, str] = {}

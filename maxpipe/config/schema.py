@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from maxpipe.config.rules import ITEM, field_name
+from maxpipe.config.rules import ITEM, NAME, field_name
 from maxpipe.config.sections import adapter as _adapter  # noqa: F401 (registers rules)
 from maxpipe.config.sections import mesh as _mesh  # noqa: F401 (registers rules)
 from maxpipe.config.sections import model as _model  # noqa: F401 (registers rules)
@@ -107,9 +107,6 @@ SECTIONS: dict[str, type] = {}
 
 KEYS: dict[str, Any] = {}
 """Maps full keys to their declared types, in schema order."""
-
-NAME = "NAME"
-"""Placeholder for a user-defined name in declared keys."""
 
 NAMED_SECTIONS: dict[str, type] = {}
 """Maps declared section names, such as `data.mixture.NAME`, to their dataclasses."""

@@ -9,6 +9,7 @@ handled as for other data: the step number alone determines the prompts of a ste
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import logging
@@ -57,6 +58,8 @@ from maxpipe.io.typed_json import parse_json
 
 # --- prompts for generation ---------------------------------------------------
 
+_GZIP = b"\x1f\x8b"
+"""First bytes of a gzip file."""
 MAX_BYTES = 1 << 28
 """Maximum size of a prompt file in bytes."""
 _JSON = (".jsonl", ".json", ".ndjson")
@@ -308,7 +311,10 @@ def read_prompt_records(
     Raises:
         ConfigError: the file cannot be read, or a line is not a valid prompt.
     """
-    content = _content(path, key)
+    content = _content(path, key).removeprefix(codecs.BOM_UTF8)
+    if content.startswith(_GZIP):
+        rule, action = "must be uncompressed text, but is a gzip file.", f"Run `gunzip -k {path}`."
+        raise ConfigError.one(Code.DATA_UNREADABLE, key, path, rule, action)
     records = _records(content, path, check, data, key)
     if chat:
         records = [

@@ -18,7 +18,6 @@ from typing import Any, NotRequired, TypedDict
 
 from maxpipe.config.config_files import (
     CONFIG_FILE,
-    EVENTS_FILE,
     FORECAST_FILE,
     METRICS_FILE,
 )
@@ -27,13 +26,13 @@ from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.hardware import Hardware, known_hardware
 from maxpipe.io.files import expand_path, read, read_json_lines
-from maxpipe.io.formatting import format_duration
+from maxpipe.io.formatting import format_duration, pluralize
 from maxpipe.io.typed_json import parse_json
 from maxpipe.planner.memory_terms import TERMS, gib
 from maxpipe.planner.search import Candidate, evaluate
 from maxpipe.profiles.capture import profiled_steps, read_report, step_folder
 
-_MAX_FORECAST_BYTES = 1 << 22
+MAX_FORECAST_BYTES = 1 << 22
 _MIN_RECORDS = 3
 """Number of records from which the first one, which includes warm-up, is ignored."""
 _LARGE_DIFFERENCE = 0.1
@@ -79,11 +78,11 @@ class Term:
 
     @property
     def ratio(self) -> float | None:
-        """Return measured / predicted, or None if either is unknown or zero."""
-        known = self.predicted and self.measured
-        return (
-            self.measured / self.predicted if known and self.measured and self.predicted else None
-        )
+        """Return measured / predicted, or None if either is unknown or zero, or it overflows."""
+        if not self.predicted or not self.measured:
+            return None
+        ratio = self.measured / self.predicted
+        return ratio if math.isfinite(ratio) else None
 
 
 @dataclass(frozen=True)
@@ -108,15 +107,21 @@ class Comparison:
 
 
 def read_forecast(run_dir: Path) -> ForecastFile | None:
-    """Return the forecast that the newest attempt of a run recorded, or None.
+    """Return the forecast of the newest attempt of a run that has trained, or None.
 
     Raises:
+        ConfigError: the file is damaged.
         OSError: the file cannot be read.
     """
+    path = run_dir / FORECAST_FILE
     try:
-        return parse_json(read(run_dir / FORECAST_FILE, _MAX_FORECAST_BYTES), ForecastFile)
-    except (FileNotFoundError, ValueError):
+        return parse_json(read(path, MAX_FORECAST_BYTES), ForecastFile)
+    except FileNotFoundError:
         return None
+    except ValueError as error:
+        rule = f"is damaged: {error}."
+        action = "Continue the run for some steps, which writes the file again."
+        raise ConfigError.one(Code.RUN_RECORDS, str(path), None, rule, action) from error
 
 
 def compare_run(run_dir: str | Path) -> Comparison:
@@ -129,7 +134,8 @@ def compare_run(run_dir: str | Path) -> Comparison:
     """
     folder = expand_path(run_dir)
     try:
-        recorded, metrics = read_forecast(folder), _read_metrics(folder)
+        recorded = read_forecast(folder)
+        metrics = _read_metrics(folder, recorded["step"] if recorded else 0)
     except OSError as error:
         raise StorageError(
             Code.RUN_RECORDS,
@@ -166,16 +172,11 @@ def compare_run(run_dir: str | Path) -> Comparison:
     )
 
 
-def _read_metrics(folder: Path) -> dict[str, list[float]]:
-    """Return the values recorded after the newest start, keyed by tag."""
-    first = 0
-    try:
-        for event in read_json_lines(folder / EVENTS_FILE, dict[str, Any]):
-            step = event.get("step")
-            if event.get("event") == "start" and type(step) is int:
-                first = step
-    except FileNotFoundError:
-        pass
+def _read_metrics(folder: Path, first: int) -> dict[str, list[float]]:
+    """Return the values recorded after step `first`, keyed by tag.
+
+    `first` is the step of the forecast: a later attempt without a step to train has none.
+    """
     found: dict[str, list[float]] = {}
     try:
         for record in read_json_lines(folder / METRICS_FILE, dict[str, Any]):
@@ -337,7 +338,7 @@ def format_comparison(found: Comparison) -> str:
     """Format a comparison for a terminal."""
     count, start = found.num_records, found.first_step
     lines = [
-        f"{found.run}: {found.hardware.name}, {count} records after step {start}",
+        f"{found.run}: {found.hardware.name}, {pluralize(count, 'record')} after step {start}",
         "",
         *_table("time of a step", [found.step, *found.times], format_duration),
     ]

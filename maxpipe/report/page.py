@@ -37,6 +37,7 @@ from maxpipe.telemetry.metrics import CHARTS, METRICS, tag_pattern
 
 _SCRIPTS = ("uplot.min.js", "report.js")
 _STYLES = ("uplot.min.css", "report.css")
+_CHARTS = (*CHARTS, ("data shares", (records.SHARE.tag,)))
 _MAX_PICTURE_BYTES = 4 << 20
 _MAX_PROFILES = 5
 _LARGE_TIMELINE = 4_000
@@ -53,6 +54,7 @@ def read_run(run_dir: Path, name: str, report: Report | None = None) -> dict[str
     records.check_records(run_dir, name)
     try:
         table = records.read_metrics(run_dir / METRICS_FILE, report)
+        records.add_token_shares(table)
         events = records.read_events(run_dir / EVENTS_FILE)
         samples = records.read_samples(run_dir / SAMPLES_FILE)
         layers = records.read_layers(run_dir / "layers.jsonl")
@@ -151,8 +153,11 @@ def render(runs: Sequence[Mapping[str, Any]], refresh_seconds: int = 0) -> str:
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "refresh": refresh_seconds,
         "runs": runs,
-        "charts": [[title, [f"^{tag_pattern(tag)}$" for tag in tags]] for title, tags in CHARTS],
-        "metrics": [[f"^{tag_pattern(each.tag)}$", each.unit, each.meaning] for each in METRICS],
+        "charts": [[title, [f"^{tag_pattern(tag)}$" for tag in tags]] for title, tags in _CHARTS],
+        "metrics": [
+            [f"^{tag_pattern(each.tag)}$", each.unit, each.meaning]
+            for each in (*METRICS, records.SHARE)
+        ],
         "differences": records.config_differences([run["config"] for run in runs]),
     }
     # In JSON, "<" occurs only inside strings, where it can be escaped.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import math
 import re
@@ -26,6 +27,7 @@ from maxpipe.io import redact
 from maxpipe.io.files import read, read_json_lines, read_lines
 from maxpipe.telemetry import goodput
 from maxpipe.telemetry.curves import MAX_VALUE
+from maxpipe.telemetry.metrics import Metric
 
 MAX_POINTS = 20_000
 """Maximum number of points per metric. Longer series are averaged over consecutive records."""
@@ -293,6 +295,41 @@ def evaluations(table: MetricTable, best: Callable[[str], str]) -> list[dict[str
             chosen = select(points, key=lambda point: point[1])
             rows.append({"tag": tag, "first": points[0], "best": chosen, "last": points[-1]})
     return rows
+
+
+SHARE = Metric(
+    "source/NAME/share",
+    "fraction",
+    "Fraction of the tokens since the previous record that are from the source, computed from "
+    "`source/NAME/tokens`.",
+)
+"""Metric that only the page contains."""
+
+
+def add_token_shares(table: MetricTable) -> None:
+    """Add the metric `SHARE` of each source to the records that contain the tokens of all sources.
+
+    A record has no shares if the number of tokens did not increase.
+    """
+    tokens = {m[1]: tag for tag in table.values if (m := re.fullmatch(r"source/(.+)/tokens", tag))}
+    if not tokens:
+        return
+    indices = {tag: np.array(table.records[tag]) for tag in tokens.values()}
+    common = functools.reduce(np.intersect1d, indices.values())
+    totals = np.array(
+        [
+            np.array(table.values[tag])[np.searchsorted(places, common)]
+            for tag, places in indices.items()
+        ]
+    )
+    added = np.diff(totals, axis=1, prepend=0.0)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        shares = added / added.sum(0)
+    is_valid = np.isfinite(shares).all(0) & (added >= 0).all(0)
+    for name, share in zip(tokens, shares, strict=True):
+        tag = SHARE.tag.replace("NAME", name)
+        table.records[tag] = array("q", common[is_valid].tolist())
+        table.values[tag] = array("d", share[is_valid].tolist())
 
 
 def data_shares(table: MetricTable) -> list[dict[str, Any]]:

@@ -35,8 +35,11 @@ def main() -> None:
     seconds = float(settings["seconds"])
 
     def reply(content: dict[str, Any]) -> None:
-        replies.write(json.dumps(content) + "\n")
-        replies.flush()
+        try:
+            replies.write(json.dumps(content) + "\n")
+            replies.flush()
+        except BrokenPipeError:  # the parent process was killed
+            os._exit(1)
 
     try:
         with _time_limit(float(settings["start_seconds"])):

@@ -31,7 +31,13 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from maxpipe.config.config_files import EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.sections.alerts import AlertRule, AlertsConfig, actions_of, enabled_rules
+from maxpipe.config.sections.alerts import (
+    AlertRule,
+    AlertsConfig,
+    actions_of,
+    enabled_rules,
+    is_webhook_url,
+)
 from maxpipe.io import files, redact
 from maxpipe.io.formatting import pluralize
 from maxpipe.telemetry.background import BackgroundWorker, RateLimiter
@@ -207,7 +213,7 @@ class Alerts:
     ):
         self._config, self._rules = config, enabled_rules(config)
         self._run_dir, self._events, self._warn = run_dir, events, warn
-        if config.webhook.startswith("$") and _is_url(url := _resolve(config.webhook)):
+        if config.webhook.startswith("$") and is_webhook_url(url := _resolve(config.webhook)):
             redact.register_secret(url)
         self._states: dict[str, RuleState] = {}
         self._metrics = {each.metric for each in self._rules.values()}
@@ -236,7 +242,7 @@ class Alerts:
             uses_webhook = any(
                 "webhook" in actions_of(self._config, r) for r in self._rules.values()
             )
-            if uses_webhook and not _is_url(_resolve(self._config.webhook)):
+            if uses_webhook and not is_webhook_url(_resolve(self._config.webhook)):
                 self._warn(
                     f"alerts.webhook = {self._config.webhook}: the environment variable contains "
                     "no URL, so no alert can be sent. Set it, and start the run again."
@@ -379,7 +385,7 @@ class Alerts:
 
     def _post_once(self, alert: Alert) -> None:
         url = _resolve(self._config.webhook)
-        if not _is_url(url):
+        if not is_webhook_url(url):
             raise ValueError(f"the environment variable {self._config.webhook} contains no URL")
         request = urllib.request.Request(
             url,
@@ -489,10 +495,6 @@ def _open(request: urllib.request.Request, seconds: float) -> None:
 def _resolve(webhook: str) -> str:
     """Return the URL of a webhook, or an empty string if its environment variable is not set."""
     return os.environ.get(webhook[1:], "") if webhook.startswith("$") else webhook
-
-
-def _is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -118,6 +118,7 @@ def set_up(session: Session) -> Run:
         seconds=phases.take_seconds(),
         **datasets.train.mixture_metadata(),
     )
+    _record_forecast(session, steps, train_steps, first)  # a tracker may store it
     profiler = StepProfiler(
         config.profile,
         steps,
@@ -156,7 +157,6 @@ def set_up(session: Session) -> Run:
         profiler=profiler,
     )
     write_run_summary(run, dict(banner))
-    _record_forecast(run, first)
     session.write_config()
     stack.callback(lambda: run.writer.close())  # a rollback opens another writer
     stack.callback(lambda: run.layer_recorder.close(run.writer))
@@ -364,13 +364,14 @@ def _compile_train_steps(
     return train_steps
 
 
-def _record_forecast(run: Run, first: int) -> None:
+def _record_forecast(
+    session: Session, steps: Steps, train_steps: Mapping[int, Any], first: int
+) -> None:
     """Write the forecast of the run and the memory of its compiled step to `forecast.json`.
 
     A failure is a warning, because a run does not need its forecast.
     """
-    session, steps = run.session, run.steps
-    program = run.train_steps.get(steps.shape[0])
+    program = train_steps.get(steps.shape[0])
     if not session.is_first_process or program is None:
         return
     try:

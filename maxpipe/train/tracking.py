@@ -12,11 +12,13 @@ from typing import Any
 import jax
 
 import maxpipe
+from maxpipe.config.config_files import FORECAST_FILE
 from maxpipe.config.load import to_dict, to_yaml
 from maxpipe.config.plugins import loaded_plugins
 from maxpipe.config.schema import Config, flatten, without_permissions
 from maxpipe.config.sections.log import TENSORBOARD
-from maxpipe.io import redact
+from maxpipe.io import files, redact
+from maxpipe.profiles.run_comparison import MAX_FORECAST_BYTES
 from maxpipe.schedule.pictures import draw_overview
 from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry.alerts import Alerts
@@ -67,6 +69,13 @@ def _open_trackers(session: Session, names: Sequence[str], schedule: Schedule) -
     if "config" in artifacts:
         text = to_yaml(redact.redact_value(without_permissions(config)))
         trackers.log_artifact("config.yml", text)
+    if "plan" in artifacts:
+        try:
+            text = files.read(session.run_dir / FORECAST_FILE, MAX_FORECAST_BYTES).decode()
+        except (OSError, ValueError) as error:
+            session.console.warn(f"{FORECAST_FILE} cannot be sent to trackers: {error}")
+        else:
+            trackers.log_artifact(FORECAST_FILE, text)
     if "schedule" in artifacts:
         trackers.log_artifact("schedule.svg", draw_overview(schedule).svg())
     if "checkpoints" in artifacts:

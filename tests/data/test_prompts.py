@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,15 @@ def test_fingerprint_changes_with_prompt_file(prompts: Path) -> None:
 def test_invalid_prompt_files_are_rejected(prompts: Path, text: str, words: str) -> None:
     prompts.write_text(text)
     with pytest.raises(ConfigError, match=words):
+        opened(prompts)
+
+
+def test_byte_order_mark_is_ignored_and_gzip_is_rejected(prompts: Path) -> None:
+    content = prompts.read_bytes()
+    prompts.write_bytes(codecs.BOM_UTF8 + content.replace(b"\n", b"\r\n"))
+    opened(prompts)
+    prompts.write_bytes(gzip.compress(content))
+    with pytest.raises(ConfigError, match="is a gzip file[\\s\\S]*gunzip"):
         opened(prompts)
 
 

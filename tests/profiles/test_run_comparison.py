@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -143,4 +144,36 @@ def test_runs_without_a_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[s
         if content is not None:
             (tmp_path / "forecast.json").write_text(content)
         assert main(["plan", "--against", str(tmp_path)]) == 2
-        assert "must contain forecast.json" in capsys.readouterr().err
+        rule = (
+            "forecast.json  [MP-RUN-001]\n  is damaged"
+            if content == "{"
+            else "must contain forecast"
+        )
+        assert rule in capsys.readouterr().err
+
+
+def test_attempt_without_steps_keeps_the_comparison(run: Path, tmp_path: Path) -> None:
+    """A complete run that is started again has an event `start`, but no further records."""
+    again = shutil.copytree(run, tmp_path / "run")
+    last = max(json.loads(line)["step"] for line in _metrics(again).splitlines())
+    with (again / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "start", "step": last}) + "\n")
+    assert (
+        run_comparison.compare_run(again).num_records == run_comparison.compare_run(run).num_records
+    )
+
+
+@pytest.mark.parametrize("seconds", ["1e308", "5e-324", "0.0"])
+def test_extreme_times_are_valid_json(
+    seconds: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = shutil.copytree(run, tmp_path / "run")
+    text = re.sub(r'"perf/step_s": [^,}]+', f'"perf/step_s": {seconds}', _metrics(changed))
+    (changed / "metrics.jsonl").write_text(text)
+    assert main(["plan", "--against", str(changed), "--json"]) == 0
+    output = capsys.readouterr().out
+    json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def _metrics(folder: Path) -> str:
+    return (folder / "metrics.jsonl").read_text()

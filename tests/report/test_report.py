@@ -66,7 +66,27 @@ def test_series_contain_all_values_of_short_runs(tmp_path: Path) -> None:
         {"tag": "eval/loss", "first": (2, 4.5), "best": (2, 4.5), "last": (2, 4.5)}
     ]
     assert [share["name"] for share in run["sources"]] == ["b", "a"]
+    shares = {name: _values(run["series"]["tags"][f"source/{name}/share"]) for name in "ab"}
+    np.testing.assert_allclose(shares["a"], [0.3] * 5, rtol=1e-6)
+    np.testing.assert_allclose(shares["b"], [0.7] * 5, rtol=1e-6)
     assert [event["event"] for event in run["events"]] == ["begin", "start", "spike", "done"]
+
+
+def test_token_shares_of_irregular_records() -> None:
+    """Shares change over time; records without progress or with missing sources have none."""
+    table = records.MetricTable()
+    for step, tokens in enumerate(
+        [{"a": 10, "b": 0}, {"a": 10, "b": 30}, {"a": 10}, {"a": 10, "b": 30}, {"a": None, "b": 40},
+         {"a": 5, "b": 50}, {"a": 25, "b": 110}], 1
+    ):  # fmt: skip
+        table.add({"step": step, **{f"source/{name}/tokens": v for name, v in tokens.items()}})
+    records.add_token_shares(table)
+    assert [table.steps[index] for index in table.records["source/a/share"]] == [1, 2, 7]
+    np.testing.assert_allclose(table.values["source/a/share"], [1, 0, 0.25])
+    np.testing.assert_allclose(table.values["source/b/share"], [0, 1, 0.75])
+    empty = records.MetricTable()
+    records.add_token_shares(empty)
+    assert not empty.values
 
 
 @pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 250])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,3 +128,27 @@ def test_worker_has_own_process_group(opened: Opened) -> None:
     group = int(rewards.compute("", {}, "line 1"))
     assert group != os.getpgid(0)
     os.killpg(group, signal.SIGCONT)  # the group exists
+
+
+def test_worker_prints_no_traceback_if_its_parent_is_killed(tmp_path: Path) -> None:
+    """The parent closes the pipe while the function runs."""
+    (tmp_path / "slow.py").write_text("import time\ndef reward(c, r): time.sleep(0.3); return 1\n")
+    settings = {"kind": "", "field": "", "file": str(tmp_path / "slow.py"), "function": "reward"}
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "maxpipe.rewards.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert worker.stdin and worker.stdout and worker.stderr
+    with worker.stdin, worker.stdout, worker.stderr:
+        for request in (
+            settings | {"seconds": 5, "start_seconds": 5},
+            {"completion": "", "record": {}},
+        ):
+            worker.stdin.write(json.dumps(request).encode() + b"\n")
+        worker.stdin.flush()
+        assert worker.stdout.readline() == b"{}\n"
+        worker.stdout.close()
+        assert worker.stderr.read() == b""
+        worker.wait(10)

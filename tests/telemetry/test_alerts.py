@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 
+from maxpipe.config.load import load
 from maxpipe.config.sections.alerts import BUILT_IN_RULES, AlertRule, AlertsConfig
+from maxpipe.errors import ConfigError
 from maxpipe.telemetry import alerts as module
 from maxpipe.telemetry.alerts import Alerts, RuleState, find_unknown_metrics
 from maxpipe.telemetry.writers import EventLog, MetricWriter
+from tests.errors import raises
 from tests.telemetry.trackers.stub import wait_until
 
 
@@ -408,3 +411,34 @@ def test_evaluation_does_not_delay_training(tmp_path: Path):
         times.append(time.perf_counter() - start)
     run.close()
     assert sum(times) / len(times) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("webhook", "is_valid"),
+    [
+        ("http://127.0.0.1:8080/a?b=c", True),
+        ("https://host", True),
+        ("http://[::1]:80/", True),
+        ("$ALERT_URL", True),
+        ("http://", False),
+        ("ftp://host", False),
+        ("http://[::1", False),
+        ("http://host:99999/", False),
+        ("http://user:password@host/", False),
+        ("http://host/a b", False),
+        ("$", False),
+    ],
+)
+def test_webhook_that_cannot_receive_a_request_is_rejected(webhook: str, is_valid: bool):
+    given = ["tiny", "alerts.enable=[loss_spike]", "alerts.actions=[webhook]"]
+    if is_valid:
+        load([*given, f"alerts.webhook={webhook}"])
+        return
+    with raises(ConfigError, "alerts.webhook", names=["must be a URL"]):
+        load([*given, f"alerts.webhook={webhook}"])
+
+
+def test_a_rule_without_an_action_is_rejected():
+    with raises(ConfigError, "alerts.actions", suggests="alerts.actions=[console, event]"):
+        load(["tiny", "alerts.enable=[loss_spike]", "alerts.actions=[]"])
+    load(["tiny", "alerts.actions=[]"])

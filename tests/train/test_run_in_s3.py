@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,30 @@ def test_failed_upload_is_a_warning_and_failed_download_an_error(s3: Store, capl
         download(folder)
 
 
+def test_watched_report_survives_an_outage(
+    s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    now = datetime.now(UTC).isoformat()
+    event = json.dumps({"time": now, "uptime": 0.0, "event": "begin", "host": "x"})
+    s3.filesystem.pipe_file(f"{RUN}/events.jsonl", f"{event}\n".encode())
+    s3.filesystem.pipe_file(f"{RUN}/metrics.jsonl", b'{"step": 1, "train/loss": 1.0}\n{"step": 2')
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        s3.fault = refuse if len(pauses) == 1 else lambda handler: False
+        if len(pauses) == 2:
+            done = json.dumps({"time": now, "uptime": 1.0, "event": "done", "step": 1})
+            s3.filesystem.pipe_file(f"{RUN}/events.jsonl", f"{event}\n{done}\n".encode())
+
+    monkeypatch.setattr("maxpipe.commands.report.time.sleep", sleep)
+    out = tmp_path / "report.html"
+    assert main(["report", RUN, "--watch", "--out", str(out)]) == 0
+    shown = capsys.readouterr().err
+    assert len(pauses) == 2 and "The page is kept." in shown and SECRET not in shown
+    assert '"refresh": 0' in out.read_text()
+
+
 # --- the run ------------------------------------------------------------------------------
 
 
@@ -195,6 +220,10 @@ def test_run_resumes_on_another_host_and_is_used(
     assert main(["checkpoints", "list", RUN]) == 0
     assert main(["checkpoints", "verify", RUN]) == 0
     assert main(["goodput", RUN]) == 0
+    assert main(["plan", "--against", RUN]) == 0
+    page = tmp_path / "report.html"
+    assert main(["report", RUN, "--watch", "--out", str(page)]) == 0
+    assert '"name": "a"' in page.read_text() and SECRET not in page.read_text()
     assert main(["curves", RUN, "--svg", str(tmp_path / "curves.svg")]) == 0
     assert main(["generate", RUN, "--prompt", "a", "--max-tokens", "2"]) == 0
     assert main(["export", f"{RUN}@newest", str(tmp_path / "exported")]) == 0

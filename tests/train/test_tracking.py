@@ -49,14 +49,15 @@ def assert_delivered(server: Server, folder: Path) -> None:
 def test_tracker_of_a_plugin_receives_a_run(
     tiny: Path, run: Run, tmp_path: Path, server: Server, arguments: list[str]
 ):
-    artifacts = "tracker.artifacts=[config,schedule,checkpoints]"
+    artifacts = "tracker.artifacts=[config,plan,schedule,checkpoints]"
     secret = "tracker.mlflow_uri=http://user:hunter2hunter2@127.0.0.1:1"
     run("train", tiny, *arguments, artifacts, secret, "train.steps=8")
     assert_delivered(server, tmp_path / "run")
     [opened] = server.contents("open")
     assert opened["config"]["train.steps"] == 8
     texts = dict(server.contents("artifact"))
-    assert sorted(texts) == ["config.yml", "schedule.svg"]
+    assert sorted(texts) == ["config.yml", "forecast.json", "schedule.svg"]
+    assert texts["forecast.json"] == (tmp_path / "run/forecast.json").read_text()
     assert "allow_code: false" in texts["config.yml"] and "</svg>" in texts["schedule.svg"]
     assert [step for step, _, _ in server.contents("checkpoint")] == [4, 8]
     assert server.contents("close") == [True]

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
 from maxpipe.config.rules import add_ranges, rule, unknown_names
 from maxpipe.errors import Code, RuleViolation
-from maxpipe.models.config import LARGEST, Bound
+from maxpipe.models.config import Bound
 
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
@@ -99,10 +100,22 @@ class AlertsConfig:
 
 add_ranges(
     Bound("alerts.timeout_seconds", 10.0, 0, 600, low_is_inside=False),
+    Bound("alerts.rules.NAME.window", 50, 4, 100_000, "all values are kept in memory"),
+    Bound("alerts.rules.NAME.records", 1, 1, 10**9),
+    Bound("alerts.rules.NAME.cooldown_seconds", 600.0, 0, 10**9),
 )
 
-_WEBHOOK = re.compile(r"https?://[^/\s]+\S*|\$[A-Za-z_]\w*")
-_MIN_VALUES = {"window": 4, "records": 1, "cooldown_seconds": 0.0}
+_VARIABLE = re.compile(r"\$[A-Za-z_]\w*")
+
+
+def is_webhook_url(text: str) -> bool:
+    """Return whether a request can be sent to a URL. A user name is not supported."""
+    try:
+        parts = urlsplit(text)
+        is_valid = bool(parts.hostname) and parts.username is None and parts.port != 0
+    except ValueError:  # such as a port above 65535
+        return False
+    return is_valid and re.fullmatch(r"https?://\S+", text) is not None
 
 
 def enabled_rules(alerts: AlertsConfig) -> dict[str, AlertRule]:
@@ -132,14 +145,6 @@ def _rules_are_valid(config: Config) -> Iterator[RuleViolation]:
                 "must be the name of a metric.",
                 f"Set {key}.metric=train/loss.",
             )
-        for field_, least in _MIN_VALUES.items():
-            if not least <= getattr(alert, field_) <= LARGEST:
-                yield RuleViolation(
-                    Code.CFG_VALUE,
-                    f"{key}.{field_}",
-                    f"must be at least {least:g}.",
-                    f"Set {key}.{field_}={least:g}.",
-                )
 
 
 @rule("alerts.actions", "alerts.rules")
@@ -153,13 +158,20 @@ def _actions_exist(config: Config) -> Iterator[RuleViolation]:
 @rule("alerts.webhook", "alerts.command", "alerts.actions", "alerts.rules", "alerts.enable")
 def _actions_have_targets(config: Config) -> Iterator[RuleViolation]:
     alerts = config.alerts
+    for name, alert in enabled_rules(alerts).items():
+        if not actions_of(alerts, alert):
+            rule = f"must contain an action: otherwise the rule {name} has no effect."
+            action = "Set alerts.actions=[console, event]."
+            yield RuleViolation(Code.CFG_VALUE, "alerts.actions", rule, action)
+            return
     used = {each for r in enabled_rules(alerts).values() for each in actions_of(alerts, r)}
-    if "webhook" in used and not _WEBHOOK.fullmatch(alerts.webhook):
+    is_target = _VARIABLE.fullmatch(alerts.webhook) or is_webhook_url(alerts.webhook)
+    if "webhook" in used and not is_target:
         yield RuleViolation(
             Code.CFG_MISSING,
             "alerts.webhook",
-            "must be a URL that begins with http:// or https://, or $NAME for the environment "
-            "variable NAME: a rule has the action webhook.",
+            "must be a URL that begins with http:// or https://, without a user name, or $NAME for "
+            "the environment variable NAME: a rule has the action webhook.",
             "Set alerts.webhook=http://127.0.0.1:8080, or remove webhook from the actions.",
         )
     if "command" in used and not alerts.command:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.foreign_keys import list_action
 from maxpipe.config.rules import (
-    BOUNDS,
     add_item_rules,
     add_nonempty_rule,
     add_ranges,
@@ -126,14 +125,19 @@ add_ranges(
     Bound(
         "data.max_pairs_per_sequence", 16, 1, 4096, "every batch reserves space for this many pairs"
     ),
-    Bound("data.max_bad_records", 100, 1),
-    Bound("data.max_decompressed_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),
     Bound("data.threads", 2, 1, 1024, "all threads run in this process"),
     Bound("data.mixture_stages[].weights", 1, 0, LARGEST),
     Bound("data.mixture_stages[].steps", 1000, 1, 10**18),
     Bound("data.mixture_stages[].tokens", 1000000, 1, 10**18),
+    Bound("data.mixture.NAME.weight", 1.0, 0, LARGEST),
+    Bound("data.mixture.NAME.epochs", 1.0, 0, 10**9, "sample indices must fit in 63 bits"),
 )
+for _section in ("data", "data.mixture.NAME", "data.validation.NAME"):
+    add_ranges(
+        Bound(f"{_section}.max_bad_records", 100, 1),
+        Bound(f"{_section}.max_decompressed_bytes", 2**36, 1),
+    )
 add_item_rules(
     "data.mixture_stages",
     "[{weights: {web: 0.9, code: 0.1}, steps: 1000}]",
@@ -157,10 +161,6 @@ _SOURCES = ("data.source", "data.path", "data.paths", "data.mixture")
 
 
 _NAMED = ("data.mixture", "data.validation")
-
-
-_MOST_EPOCHS = 1e9
-"""Maximum number of epochs, chosen so that a source's sample indices fit in 63 bits."""
 
 
 _JOINED = ("system", "prompt", "response", "chosen", "rejected")
@@ -189,19 +189,6 @@ def _source_rule(*keys: str) -> Callable[[_Find], None]:
                 yield from find(section, source)
 
     return register
-
-
-@_source_rule()
-def _numbers(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
-    if section == "data":
-        return  # `add_ranges` above covers this section
-    for field in dataclasses.fields(SourceConfig):
-        bound = BOUNDS.get(f"data.{field.name}")
-        if bound is not None and not bound.holds(getattr(source, field.name)):
-            key = f"{section}.{field.name}"
-            yield RuleViolation(
-                Code.CFG_VALUE, key, f"must be {bound}.", f"Set {key}={bound.example}."
-            )
 
 
 @_source_rule("path", "paths")
@@ -379,16 +366,6 @@ def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
 @rule("data.mixture", is_first=True)
 def _weights_or_epochs(config: Config) -> Iterator[RuleViolation]:
     mixture = config.data.mixture
-    for name, source in mixture.items():
-        for key, value, most in (
-            ("weight", source.weight, LARGEST),
-            ("epochs", source.epochs, _MOST_EPOCHS),
-        ):
-            if not 0 <= value <= most:
-                full = f"data.mixture.{name}.{key}"
-                yield RuleViolation(
-                    Code.DATA_MIXTURE, full, f"must be from 0 to {most:.2g}.", f"Set {full}=1."
-                )
     with_weight = [name for name, source in mixture.items() if source.weight]
     with_epochs = [name for name, source in mixture.items() if source.epochs]
     if with_weight and with_epochs:

@@ -13,7 +13,7 @@ from maxpipe.models.config import Bound
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 
-ARTIFACTS = ("config", "schedule", "checkpoints")
+ARTIFACTS = ("config", "plan", "schedule", "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,7 @@ class TrackerConfig:
     value."""
     artifacts: list[str] = field(default_factory=lambda: ["config"], hash=False)
     """Artifacts that W&B, MLflow and trackio store: `config` (the resolved config without secrets),
+    `plan` (`forecast.json`: the predicted memory and time, and the memory of the compiled step),
     `schedule` (a picture of the pipeline schedule) and `checkpoints` (path, step and size of each
     checkpoint, but no weights). OTLP and Prometheus have no artifacts."""
     exit_timeout_seconds: float = 30.0

@@ -77,6 +77,7 @@ class Cursors:
     def __init__(self, run_dir: Path, ours: OwnershipCheck):
         self._path, self._is_owned, self._lock = run_dir / TRACKERS_FILE, ours, threading.Lock()
         self._cursors: dict[str, Cursor] = {}
+        self._limiter = RateLimiter()
         try:
             self._cursors = parse_json(files.read(self._path, _MAX_CURSOR_BYTES), dict[str, Cursor])
         except FileNotFoundError:
@@ -101,8 +102,14 @@ class Cursors:
             self._cursors[name] = cursor
             try:
                 files.write(self._path, json.dumps(self._cursors, indent=1))
-            except OSError as error:  # after a restart, some records are sent twice
-                _log.debug("cannot write %s: %s", self._path, error)
+            except OSError as error:
+                if self._limiter.allows():
+                    _log.warning(
+                        "cannot write %s: %s. Training continues, but if the run restarts now, "
+                        "records are sent again, or another run is started in the tracker.",
+                        self._path,
+                        error.strerror or error,
+                    )
 
 
 class _Line(NamedTuple):
@@ -253,6 +260,8 @@ class Delivery:
         """Positions that become the cursor at a time, which the client needs to store records."""
         self._failures, self._retry_at, self._failing_since = 0, 0.0, 0.0
         self._limiter, self._is_reported = RateLimiter(), False
+        self._warning = ""
+        """Last warning of the tracker."""
         self._artifact_limiter, self._artifacts_at = RateLimiter(), 0.0
         self._closing: bool | None = None
         """Whether the run is complete; None before the end of the run."""
@@ -434,6 +443,10 @@ class Delivery:
             raise _DeliveryError("the process of the client ended") from None
         if "error" in reply:
             raise _DeliveryError(reply["error"])
+        if (warning := reply.get("warning", self._warning)) != self._warning:
+            self._warning = warning
+            if warning:
+                self._context.warn(f"tracker {self.name}: {warning}")
         return reply
 
     def _stop(self) -> None:

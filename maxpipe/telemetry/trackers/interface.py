@@ -80,6 +80,11 @@ class Tracker(ABC):
         """Mark the run as complete or stopped, and wait until all records are stored."""
 
     @property
+    def warning(self) -> str:
+        """Problem that delays no records, or an empty string. It is printed once."""
+        return ""
+
+    @property
     def address(self) -> str:
         """URL or path where the run can be viewed, or an empty string."""
         return ""

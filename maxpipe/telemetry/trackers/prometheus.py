@@ -13,9 +13,11 @@ import re
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from maxpipe.config.sections.tracker import TrackerConfig
 from maxpipe.io import files
 from maxpipe.telemetry.metrics import metric_of
 from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker
@@ -26,6 +28,8 @@ _MAX_CONNECTIONS = 32
 """Maximum number of open connections. Further connections are closed."""
 _REQUEST_SECONDS = 10.0
 """Maximum duration of a connection."""
+_RETRY_SECONDS = 10.0
+"""Pause between attempts to open the endpoint, if a file is written as well."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -77,20 +81,32 @@ class PrometheusTracker(Tracker):
     keeps_history: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._run, self._file, self._address = "", "", ""
+        self._run, self._file, self._warning = "", "", ""
+        self._config, self._retry_at = TrackerConfig(), 0.0
         self._values: dict[str, float] = {}
         self._step, self._text = -1, ""
         self._server: _Server | None = None
 
     def open(self, run: TrackedRun, run_id: str) -> str:
-        tracker_config = run.tracker_config
-        self._run, self._file = run.name, tracker_config.prometheus_file
-        self._address = self._file
-        if (port := tracker_config.prometheus_port) and self._server is None:
-            self._server = self._serve(tracker_config.prometheus_host, port)
-            host = tracker_config.prometheus_host
-            self._address = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+        self._run, self._config = run.name, run.tracker_config
+        self._file = self._config.prometheus_file
+        self._open_endpoint()
         return run.name
+
+    def _open_endpoint(self) -> None:
+        """Open the endpoint if it is enabled and not open. With a file, a failure is a warning."""
+        port = self._config.prometheus_port
+        if not port or self._server is not None or time.monotonic() < self._retry_at:
+            return
+        try:
+            self._server = self._serve(self._config.prometheus_host, port)
+        except (OSError, RuntimeError) as error:
+            if not self._file:
+                raise
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+            self._warning = f"{error}. Only tracker.prometheus_file is written."
+        else:
+            self._warning = ""
 
     def _serve(self, host: str, port: int) -> _Server:
         tracker = self
@@ -126,6 +142,7 @@ class PrometheusTracker(Tracker):
         self._text = exposition(self._run, self._step, self._values)
         if self._file:
             files.write(self._file, self._text)
+        self._open_endpoint()
 
     def close(self, is_complete: bool) -> None:
         if self._server is not None:
@@ -133,8 +150,15 @@ class PrometheusTracker(Tracker):
             self._server.server_close()
 
     @property
+    def warning(self) -> str:
+        return self._warning
+
+    @property
     def address(self) -> str:
-        return self._address
+        if self._server is None:
+            return self._file
+        host, port = self._config.prometheus_host, self._config.prometheus_port
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
 
 
 def exposition(run: str, step: int, values: Mapping[str, float]) -> str:

@@ -61,7 +61,7 @@ def main() -> None:
                     "settle_seconds": tracker.settle_seconds,
                 }
             else:
-                reply = _handle(tracker, request)
+                reply = _handle(tracker, request) | {"warning": tracker.warning}
         except BaseException as error:  # a client may call sys.exit
             reply = {"error": _describe(error)}
         replies.write(json.dumps(reply) + "\n")

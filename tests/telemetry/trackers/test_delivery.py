@@ -163,6 +163,24 @@ def test_slow_server_receives_batches(tracking: Tracking, server: Server):
     assert len(server.contents("log")) < 20
 
 
+@pytest.mark.long
+def test_server_that_answers_after_ten_seconds_loses_nothing(tmp_path: Path, server: Server):
+    """The end of the run keeps its limit, and a resume sends the remaining records."""
+    server.mode, server.slow_seconds = "slow", 10.0
+    short = Tracking(tmp_path, exit_timeout_seconds=1.0, request_timeout_seconds=15.0)
+    short.serve_at(server.url)
+    short.open()
+    short.write(*range(1, 301))
+    assert short.close() < 4.0
+    again = Tracking(tmp_path, exit_timeout_seconds=60.0, request_timeout_seconds=15.0)
+    again.serve_at(server.url)
+    again.open(resume_step=300)
+    again.write(*range(301, 311))
+    assert again.close() < 60.0
+    assert not again.warnings
+    assert_delivered(again, server)
+
+
 def test_client_that_raises_at_random_loses_nothing(tracking: Tracking, server: Server):
     (tracking.folder.parent / "raise").touch()
     tracking.open()
@@ -173,10 +191,15 @@ def test_client_that_raises_at_random_loses_nothing(tracking: Tracking, server: 
     assert_delivered(tracking, server)
 
 
-@pytest.mark.parametrize("mode", ["ok", "hang", "500", "slow"])
-def test_the_training_thread_does_not_wait(mode: str, tracking: Tracking, server: Server):
+@pytest.mark.parametrize(
+    ("mode", "slow_seconds"),
+    [("ok", 0.0), ("hang", 0.0), ("500", 0.0), ("slow", 0.5), ("slow", 10.0)],
+)
+def test_the_training_thread_does_not_wait(
+    mode: str, slow_seconds: float, tracking: Tracking, server: Server
+):
     """Notifying the trackers takes less than 1% of a step of 10 ms, at any state of the server."""
-    server.mode = mode
+    server.mode, server.slow_seconds = mode, slow_seconds
     tracking.config = dataclasses.replace(tracking.config, exit_timeout_seconds=0.1)
     tracking.open()
     tracking.write(1)
@@ -281,6 +304,18 @@ def test_a_lost_lock_keeps_the_cursor(tracking: Tracking, server: Server):
     tracking.write(1)
     tracking.close()
     assert not os.path.exists(tracking.folder / "trackers.json") or tracking.cursor["step"] == -1
+
+
+def test_cursor_that_cannot_be_written_is_a_warning(
+    tracking: Tracking, server: Server, caplog: pytest.LogCaptureFixture
+):
+    (tracking.folder / "trackers.json.partial").mkdir()  # as root, no permission prevents a write
+    tracking.open()
+    tracking.write(1, 2, 3)
+    tracking.close()
+    assert_delivered(tracking, server)
+    [message] = [each.getMessage() for each in caplog.records]
+    assert "cannot write" in message and "records are sent again" in message
 
 
 def test_damaged_cursor_file_starts_another_run(tracking: Tracking, server: Server):

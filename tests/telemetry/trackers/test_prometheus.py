@@ -104,6 +104,46 @@ def test_port_that_is_in_use_is_a_warning_with_an_action(tmp_path: Path):
     assert "set tracker.prometheus_port to another port" in tracking.warnings[0]
 
 
+def test_file_is_written_while_the_port_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "maxpipe.prom"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        tracking = Tracking(
+            tmp_path, ["prometheus"], prometheus_port=port, prometheus_file=str(file)
+        )
+        tracking.open()
+        for step in (1, 2, 3):
+            tracking.write(step)
+            wait_until(lambda step=step: f'run="run"}} {step}\n' in _text(file))
+        assert tracking.close() < 5.0
+    assert len(tracking.warnings) == 1
+    assert f"port {port} of 127.0.0.1 is in use" in tracking.warnings[0]
+    assert "Only tracker.prometheus_file is written." in tracking.warnings[0]
+    assert not (tracking.folder / "events.jsonl").exists()  # no failure and no undelivered record
+
+
+def test_endpoint_opens_when_the_port_becomes_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prometheus, "_RETRY_SECONDS", 0.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = TrackerConfig(prometheus_port=port, prometheus_file=str(tmp_path / "m.prom"))
+        tracker = prometheus.PrometheusTracker()
+        tracker.open(TrackedRun("run", "project", "key", "", {}, {}, config), "")
+        assert tracker.warning and tracker.address == config.prometheus_file
+    tracker.log([Record(1, 0.0, {"train/loss": 1.0})])
+    assert not tracker.warning and tracker.address.endswith(f":{port}/metrics")
+    assert scrape(port)["maxpipe_step"].samples[0].value == 1
+    tracker.close(True)
+
+
+def _text(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
 def test_the_endpoint_is_local_by_default():
     assert TrackerConfig().prometheus_host == "127.0.0.1"
 
