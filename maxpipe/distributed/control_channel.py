@@ -321,6 +321,12 @@ class ControlChannel:
             self._answered += 1
             return self._state.stop_at is not None and self._answered >= self._state.stop_at
 
+    def is_stop_requested(self) -> bool:
+        """Return whether this process knows of a request to stop. Other processes may not yet know
+        of it.
+        """
+        return self._state.asked
+
     def request_profile(self) -> None:
         """Request a profile of the same steps on all processes.
 

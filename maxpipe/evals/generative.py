@@ -145,6 +145,7 @@ class GenerativeTask:
         sequence_length: int,
         batch_size: int,
         is_first_process: bool = True,
+        is_stop_requested: Callable[[], bool] = lambda: False,
         is_cli: bool = False,
     ):
         """Read the prompts and, in the first process of a run, start the scorer.
@@ -195,6 +196,7 @@ class GenerativeTask:
             longest_prompt=max(len(each.ids) for each in self._records),
             stop_ids=stop_ids,
         )
+        self._is_stop_requested, self._skipped = is_stop_requested, False
         self._scorer, self._is_first_process = RewardFunction(self._settings), is_first_process
         if is_first_process:
             self._scorer.start()
@@ -228,7 +230,8 @@ class GenerativeTask:
     def evaluate(
         self, params: Any, stops: Callable[[], bool], moved: Callable[[], object], same: SameOnAll
     ) -> tuple[GenerativeSummary, list[ScoredCompletion]] | None:
-        """Complete and score all prompts; None if `stops` returned true.
+        """Complete and score all prompts; None if `stops` returned true, or if a stop was requested
+        while the first process computed scores.
 
         All processes of a run must call this method together. `moved` is called for each
         completion. Only the first process computes and returns scores, because a scorer with a time
@@ -245,10 +248,12 @@ class GenerativeTask:
         except KeyboardInterrupt:
             return None
         own = ""
-        if self._is_first_process:
+        if self._is_first_process and not self._skipped:
             own = json.dumps(summarize(scored, self._task.samples, failures))
         values = same(f"summary of {self.name}", own)
         shared = next(value for value, processes in values.items() if 0 in processes)
+        if not shared:
+            return None
         summary = GenerativeSummary(*parse_json(shared, list[Any]))
         passes = {int(k): value for k, value in dict(summary.passes).items()}
         return summary._replace(passes=passes), scored
@@ -269,7 +274,7 @@ class GenerativeTask:
             KeyboardInterrupt: `stops` returned true, or the process was interrupted.
         """
         scored: list[ScoredCompletion] = []
-        failures, self.last_failure = 0, ""
+        failures, self.last_failure, self._skipped = 0, "", False
 
         def score(done: Completion) -> None:
             nonlocal failures
@@ -279,7 +284,9 @@ class GenerativeTask:
             record = self._records[prompt]
             value = math.nan
             try:
-                if self._is_first_process:
+                # The scores of a stopped evaluation are not used.
+                self._skipped = self._skipped or self._is_stop_requested()
+                if self._is_first_process and not self._skipped:
                     value = self._scorer.compute(done.text, record.record, record.where)
             except ConfigError as error:
                 failures, value = failures + 1, 0.0

@@ -222,6 +222,7 @@ def _open_generative_tasks(session: Session, datasets: Datasets) -> list[Generat
                 sequence_length=config.train.sequence_length,
                 batch_size=config.eval.batch_size or config.train.batch_size,
                 is_first_process=session.is_first_process,
+                is_stop_requested=session.channel.is_stop_requested,
             )
         )
         session.stack.callback(tasks[-1].close)

@@ -15,6 +15,7 @@ from maxpipe.cli import main
 from maxpipe.config.sections.eval import pass_counts
 from maxpipe.evals.generative import ScoredCompletion, pass_at_k, summarize
 from maxpipe.rewards.builtin import builtin_reward, last_number
+from tests.train.runs import Start, wait_for_outputs
 
 _TASK = "eval.generative_tasks.sums"
 _RECORDS = [
@@ -190,3 +191,30 @@ def test_best_checkpoint_and_early_stopping_accept_the_score(tmp_path: Path) -> 
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 3  # the score does not improve in two evaluations
     assert not math.isnan(last["eval/sums/score"])
+
+
+@pytest.mark.long
+def test_stop_request_during_scoring_is_not_delayed_by_the_scorer(
+    tmp_path: Path, start: Start
+) -> None:
+    """The completions that remain are not scored, and the run saves its state and ends."""
+    path, calls = _write_tasks(tmp_path), tmp_path / "calls"
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "import os, pathlib, signal, time\n"
+        "def score(text, record):\n"
+        f"    with pathlib.Path({str(calls)!r}).open('a') as file:\n"
+        "        file.write('call\\n')\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    time.sleep(0.5)\n"
+        "    return 1\n"
+    )
+    keys = [f"run.dir={tmp_path}", "run.name=run", "eval.batches=0", "eval.every=2", "log.every=1"]
+    keys += [f"{_TASK}.path={path}", f"{_TASK}.max_tokens=4", f"{_TASK}.samples=4"]
+    keys += [f"{_TASK}.temperature=1.0", "train.steps=50"]
+    keys += [f"{_TASK}.scorer_file={scorer}:score", f"{_TASK}.allow_code=true"]
+    process = start("train", "quickstart", *keys)
+    (output,) = wait_for_outputs([process])
+    assert process.returncode == 75, output
+    assert calls.read_text().count("call") == 1
+    assert "sums/score" not in (tmp_path / "run" / "metrics.jsonl").read_text()
