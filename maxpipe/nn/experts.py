@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers import experts
 from maxpipe.nn import grouped_matmul
+from maxpipe.nn.expert_backends.blocks import num_multiplied_rows
 from maxpipe.nn.mlp import gated_activation, gated_mlp
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.nn.token_permutation import (
@@ -377,9 +378,7 @@ class Experts(SpecModule):
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
-        visited = grouped_matmul.num_multiplied_rows(
-            tokens * self.part.per_token, self.part.num_experts
-        )
+        visited = num_multiplied_rows(tokens * self.part.per_token, self.part.num_experts)
         return visited < tokens * self.part.num_experts
 
     def _grouped_experts(
@@ -401,7 +400,7 @@ class Experts(SpecModule):
         num_experts = weights.shape[-1]
         rows, sizes = sort_by_expert(places, num_experts)
         spread = grouped_matmul.GroupedMatmulOptions(
-            grouped_matmul.expert_width_axes(self.rules), complete, low, filled
+            grouped_matmul.expert_width_axes(self.rules), complete, low, filled, self.part.backend
         )
         gate, up = _up_projection(x, (params["gate"], params["up"]), rows, sizes, spread)
         if self.part.biased:

@@ -25,6 +25,9 @@ from maxpipe.models.spec import (
 BalanceOver = Literal["sequence", "microbatch", "devices"]
 """Set of tokens over which the load-balance loss computes expert loads."""
 
+ExpertBackend = Literal["auto", "loop", "ragged_dot"]
+"""Implementation of the grouped matmuls of experts."""
+
 
 class Groups(NamedTuple):
     """Groups of experts. Each token is routed only to experts in a few of the groups
@@ -84,6 +87,9 @@ class Experts(Part):
     dispatch: Literal["auto", "dense", "grouped"] = "auto"
     """Whether tokens are processed by all experts or only by the selected experts. `auto` applies
     only the selected experts if they are at most half of all experts."""
+    backend: ExpertBackend = "auto"
+    """Implementation of grouped matmuls. `auto` uses megablox kernels on TPUs, Triton kernels on
+    NVIDIA GPUs, and a loop over blocks of rows elsewhere."""
     groups: Groups | None = None
     """Expert groups for group-limited routing. If None, a token can select any experts."""
     load_balance_scope: BalanceOver = "sequence"
