@@ -1,4 +1,7 @@
-"""Compare grouped matmuls of experts with a loop before a run uses them on new hardware."""
+"""Compare the kernels of experts with plain operations before a run uses them on new hardware.
+
+Grouped matmuls are compared with a loop, and the ragged all-to-all with one of complete buffers.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.errors import Code, ConfigError
-from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.experts import AllToAll, Experts
 from maxpipe.models.spec import Model
 from maxpipe.nn import expert_backends
+from maxpipe.nn.experts import exchange_rows
+from maxpipe.parallel.collectives import all_to_all, manual_axes_of, mark_varying
+from maxpipe.parallel.mesh import EXPERT
 from maxpipe.train.kernel_check import KernelCheck, KernelDeviation, deviation
 
+_ROOM, _WIDTH = 24, 256
+"""Rows that a device can send to another device, and their width, in the check of the all-to-all.
+"""
 _SIZES = (200, 0, 77, 107)
 """Number of rows of each expert. One expert has no rows, and the others begin inside a tile."""
 
@@ -36,6 +46,75 @@ def expert_check(model: Model, dtype: str, tensor: int = 1, family: str = "moe")
             Code.MODEL_EXPERTS, key := f"model.{family}.backend", None, rule, f"Set {key}=loop."
         ),
     )
+
+
+def exchange_check(model: Model, mesh: Mesh, dtype: str, family: str = "moe") -> KernelCheck:
+    """Return the check of the ragged all-to-all over the expert axis of `mesh`."""
+    is_ragged = mesh.devices.flat[0].platform != "cpu" and any(
+        isinstance(part, Experts) and part.permutes_tokens and part.all_to_all == "auto"
+        for kind in model.layer_types.values()
+        for part in kind.parts.values()
+    )
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    return KernelCheck(
+        "all-to-all",
+        [f"ragged over {axes}"] if is_ragged and mesh.shape[EXPERT] > 1 else [],
+        lambda: [compare_exchanges(mesh, dtype)],
+        lambda rule: ConfigError.one(
+            Code.MODEL_EXPERTS,
+            key := f"model.{family}.all_to_all",
+            None,
+            rule,
+            f"Set {key}=padded.",
+        ),
+        mesh,
+    )
+
+
+def compare_exchanges(mesh: Mesh, dtype: str) -> KernelDeviation:
+    """Exchange random rows in both directions. All received rows must be equal.
+
+    All processes of the mesh must call this function together.
+    """
+    size, random = mesh.shape[EXPERT], np.random.default_rng(0)
+    counts = random.integers(0, _ROOM + 1, (size, size)).astype(np.int32)
+    counts[0, -1], counts[-1, 0] = 0, _ROOM
+    values = random.standard_normal((size * size * _ROOM, _WIDTH)).astype(dtype)
+    spec = PartitionSpec(EXPERT)
+
+    def place(array: np.ndarray) -> Array:
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def differences(values: Array, sent: Array) -> Array:
+        values, sent = mark_varying(values), mark_varying(sent)
+        received = all_to_all(sent, EXPERT, 0, 0)
+
+        def exchange(method: AllToAll, values: Array) -> list[Array]:
+            there = exchange_rows(values, sent, received, method)
+            used = jnp.arange(_ROOM) < received[:, None]
+            there = jnp.where(used.reshape(-1, 1), there, 0)
+            back = exchange_rows(there, received, sent, method)
+            used = jnp.arange(_ROOM) < sent[:, None]
+            return [there, jnp.where(used.reshape(-1, 1), back, 0)]
+
+        pairs = zip(exchange("auto", values), exchange("padded", values), strict=True)
+        # A comparison with NaN is false, so it must hold for equal values.
+        different = jnp.stack([~(own == plain).all() for own, plain in pairs])
+        return lax.pmax(different.astype(jnp.float32), axes)
+
+    axes = manual_axes_of(mesh)
+    compare = jax.jit(
+        jax.shard_map(
+            differences,
+            axis_names=set(axes),
+            in_specs=(spec, spec),
+            out_specs=PartitionSpec(),
+            mesh=mesh,
+        )
+    )
+    there, back = jax.device_get(compare(place(values), place(counts.reshape(-1))))
+    return KernelDeviation("ragged all-to-all", float(there), float(back), 0.0)
 
 
 def _cases(model: Model, tensor: int) -> Iterator[tuple[Experts, int]]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.errors import ConfigError
@@ -65,9 +66,12 @@ class KernelCheck(NamedTuple):
     cases: Sequence[str]
     """Backend, sizes and options of each compared kernel. Empty if the model uses no kernels."""
     compare: Callable[[], Sequence[KernelDeviation]]
-    """Run all cases, with the first local device as the mesh."""
+    """Run all cases."""
     error: Callable[[str], ConfigError]
     """Return the error of a run with a wrong kernel, given the violated rule."""
+    mesh: Mesh | None = None
+    """Mesh of a check in which all processes take part. None: each process uses its first device.
+    """
 
     def description(self, dtype: str) -> str:
         """Return a string that identifies the check: device, jax version, backends and sizes."""
@@ -78,7 +82,7 @@ class KernelCheck(NamedTuple):
         """Return the largest deviation; None if there are no cases."""
         if not self.cases:
             return None
-        with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
+        with jax.set_mesh(self.mesh or build_mesh(MeshConfig(), jax.local_devices()[:1])):
             return max(self.compare(), key=lambda each: (not each.ok, each.gradients))
 
 
@@ -126,7 +130,11 @@ def check_kernels(session: Session, checks: Sequence[KernelCheck]) -> None:
 def _check(session: Session, check: KernelCheck) -> None:
     found = None
     description = check.description(session.config.model.compute_dtype)
-    if check.cases and not _was_checked(session.run_dir, description):
+    is_due = bool(check.cases) and not _was_checked(session.run_dir, description)
+    if check.mesh is not None:
+        verdicts = session.channel.compare_across_processes(f"{check.kind} due", str(is_due))
+        is_due = str(True) in verdicts
+    if is_due:
         with session.console.stage(f"checking {check.kind}"):
             found = check.run()
     # Processes that ran no check also join this collective: if one must stop, all must stop.

@@ -51,7 +51,7 @@ from maxpipe.train import data_end
 from maxpipe.train.attention_check import attention_check
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
-from maxpipe.train.expert_check import expert_check
+from maxpipe.train.expert_check import exchange_check, expert_check
 from maxpipe.train.kernel_check import check_kernels
 from maxpipe.train.layer_records import LayerRecorder
 from maxpipe.train.memory_check import check_program
@@ -171,15 +171,14 @@ def _check_kernels(session: Session, steps: Steps) -> None:
     Raises:
         ConfigError: a kernel's errors are too large.
     """
-    model, config = steps.param_layout.decoder.model, session.config.model
-    tensor = steps.param_layout.mesh.shape["tensor"]
-    check_kernels(
-        session,
-        [
-            attention_check(model, config.compute_dtype, steps.shape[1]),
-            expert_check(model, config.compute_dtype, tensor, config.family),
-        ],
-    )
+    model, mesh = steps.param_layout.decoder.model, steps.param_layout.mesh
+    dtype, family = session.config.model.compute_dtype, session.config.model.family
+    checks = [
+        attention_check(model, dtype, steps.shape[1]),
+        expert_check(model, dtype, mesh.shape["tensor"], family),
+        exchange_check(model, mesh, dtype, family),
+    ]
+    check_kernels(session, checks)
 
 
 def _forecast_seconds(config: Config) -> float:

@@ -13,8 +13,12 @@ import pytest
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
+from maxpipe.nn import experts
 from maxpipe.nn.expert_backends import ragged_dot, triton
-from maxpipe.train.expert_check import expert_check
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.train import expert_check as expert_check_module
+from maxpipe.train.expert_check import compare_exchanges, exchange_check, expert_check
 from tests.cases import MODEL
 from tests.train.runs import Start, wait_for_outputs, write_module
 
@@ -71,6 +75,32 @@ def test_loop_and_dense_dispatch_are_not_checked() -> None:
 def test_width_on_one_device_is_checked() -> None:
     whole, half = (expert_check(model_of("ragged_dot"), "float32", n).cases for n in (1, 2))
     assert "x 24" in whole[0] and "x 12" in half[0]
+
+
+@pytest.mark.parametrize("bad", [7.0, float("nan")])
+@pytest.mark.parametrize(
+    "config", [MeshConfig(ici_expert=8), MeshConfig(ici_expert=4, ici_tensor=2)], ids=["8", "4x2"]
+)
+def test_exchanges_are_compared_on_all_devices(
+    config: MeshConfig, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of one device that differs, or is NaN, is found in either direction."""
+    mesh = build_mesh(config, jax.devices()[:8])
+    found = compare_exchanges(mesh, "float32")
+    assert found.ok and (found.result, found.gradients) == (0, 0)
+    right = experts.exchange_rows
+
+    def wrong(values: Any, sent: Any, received: Any, method: Any) -> Any:
+        out = right(values, sent, received, method)
+        if method == "padded":
+            return out
+        first = jax.lax.axis_index("expert") == 0
+        return out.at[-1, 3].set(jax.numpy.where(first, bad, out[-1, 3]))
+
+    monkeypatch.setattr(expert_check_module, "exchange_rows", wrong)
+    found = compare_exchanges(mesh, "bfloat16")
+    assert not found.ok and found.result == 1
+    assert not exchange_check(model_of("auto"), mesh, "float32").cases  # CPUs send full buffers
 
 
 BROKEN = """

@@ -28,6 +28,9 @@ BalanceOver = Literal["sequence", "microbatch", "devices"]
 ExpertBackend = Literal["auto", "loop", "ragged_dot"]
 """Implementation of the grouped matmuls of experts."""
 
+AllToAll = Literal["auto", "padded"]
+"""Implementation of the exchange of tokens between devices."""
+
 
 class Groups(NamedTuple):
     """Groups of experts. Each token is routed only to experts in a few of the groups
@@ -90,6 +93,11 @@ class Experts(Part):
     backend: ExpertBackend = "auto"
     """Implementation of grouped matmuls. `auto` uses megablox kernels on TPUs, Triton kernels on
     NVIDIA GPUs, and a loop over blocks of rows elsewhere."""
+    all_to_all: AllToAll = "auto"
+    """Whether only the used rows are exchanged, where the platform supports this, or full
+    buffers."""
+    token_chunks: int = 1
+    """Number of chunks in which tokens are sent to experts on other devices."""
     groups: Groups | None = None
     """Expert groups for group-limited routing. If None, a token can select any experts."""
     load_balance_scope: BalanceOver = "sequence"
