@@ -432,8 +432,9 @@ class Experts(Part):
             return f"{self.num_experts} experts with capacity for {self.capacity:g} x the mean load"
         if not self.grouped:
             return f"all {self.num_experts} experts for each token"
-        kernel = not (self.d_model % 128 or self.d_mlp % 128)
-        by = "kernels on TPUs, blocks of tokens elsewhere" if kernel else "blocks of tokens"
+        on_tpu = not (self.d_model % 128 or self.d_mlp % 128)
+        kernels = "kernels on TPUs and GPUs" if on_tpu else "kernels on GPUs"
+        by = {"auto": f"{kernels}, a loop elsewhere", "loop": "a loop"}.get(self.backend, "XLA")
         return f"{self.per_token} of {self.num_experts} experts for each token, by {by}"
 
     @property
