@@ -80,6 +80,7 @@ ROWS = [
     step_row("maxpipe, T 4096, none", *SHORT, *LAYERS, "pipeline.remat=none"),
     Row("experts: maxpipe", "experts", {"forms": ["dense", "grouped", "capacity"]}, 90),
     Row("experts: torch", "torch_experts", {}, 60),
+    Row("experts: tiles of the kernels", "expert_tiles", {}, 90),
     step_row("maxpipe, 30B-A3B, 2 layers", *MOE, model="qwen3-30b-a3b"),
     Row("decode: maxpipe", "decode", {"batches": [1, 32, 128]}, 110),
     Row("decode: transformers", "torch_decode", {"batches": [32, 1, 128]}, 170),

@@ -90,6 +90,7 @@ def experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for form in options["forms"]:
         own: dict[str, Any] = {"dispatch": "grouped"} if form == "grouped" else {}
         own |= {"capacity": 1.25} if form == "capacity" else {}
+        own |= {"dispatch": "grouped", "backend": "loop"} if form == "loop" else {}
         names = ("d_model", "d_expert", "num_experts", "per_token")
         part: Any = experts.Experts(*(size[name] for name in names), 1.0, 0.0, **own)
         if form == "dense":
@@ -110,6 +111,59 @@ def experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
             print(f"ragged_dot {option}: {str(error)[:300]}", file=sys.stderr, flush=True)
         else:
             yield {"form": f"jax.lax.ragged_dot, {option or 'default'}, one product", **found}
+
+
+TILES = [
+    (128, 64, 256, 8, 3),
+    (128, 64, 256, 8, 4),
+    (128, 64, 128, 4, 3),
+    (128, 64, 128, 8, 4),
+    (128, 32, 128, 4, 4),
+    (64, 64, 128, 4, 4),
+    (64, 64, 256, 4, 3),
+    (256, 64, 128, 8, 3),
+]
+"""Tile sizes, warps and stages of the Triton kernels. For weight gradients, the first size is the
+number of contracted rows.
+"""
+
+
+def expert_tiles(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Measure the grouped matmuls of an MoE layer for each entry of `TILES`."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from maxpipe.nn.expert_backends import triton
+
+    yield {}
+    size = experts_size(options["tiny"])
+    num_experts, width, inner = (size[name] for name in ("num_experts", "d_model", "d_expert"))
+    n = size["rows"] * size["tokens"] * size["per_token"]
+    shares = np.random.default_rng(0).dirichlet(np.full(num_experts, 20.0))  # unequal loads
+    sizes = jnp.asarray(np.random.default_rng(1).multinomial(n, shares), jnp.int32)
+    rows, cotangents = normal(2, (n, width)), normal(3, (n, inner))
+    weights = normal(4, (width, num_experts, inner)) * width**-0.5
+    forward = partial(triton.grouped_matmul, dim=1, transposed=False)
+    backward = partial(triton.grouped_matmul, dim=1, transposed=True)
+    outer = partial(triton.grouped_outer, dim=1)
+    kinds = {
+        "forward": (forward, (rows, weights, sizes)),
+        "input gradient": (backward, (cotangents, weights, sizes)),
+        "weight gradient": (outer, (rows, cotangents, sizes)),
+    }
+    interpret = {"interpret": True} if options["tiny"] else {}
+    for name, (kernel, arguments) in kinds.items():
+        for tiles in TILES[:1] if options["tiny"] else [None, *TILES]:
+            given = None if tiles is None else triton.Tiles(*tiles)
+            run = jax.jit(partial(kernel, tiles=given, **interpret))
+            try:
+                found = timed_calls(lambda run=run, a=arguments: jax.block_until_ready(run(*a)))
+            except (jax.errors.JaxRuntimeError, ValueError) as error:  # too much shared memory
+                print(f"{name}, {tiles}: {str(error)[:200]}", file=sys.stderr, flush=True)
+                continue
+            tflops = 2 * n * width * inner / found["seconds"] / 1e12
+            yield {"form": f"{name}, tiles {tiles or 'default'}", "tflops": tflops, **found}
 
 
 def experts_size(tiny: bool) -> dict[str, int]:
@@ -521,6 +575,7 @@ WORK: dict[str, Callable[[dict[str, Any]], Iterator[dict[str, Any]]]] = {
     "train_step": train_step,
     "torch_step": torch_step,
     "experts": experts,
+    "expert_tiles": expert_tiles,
     "torch_experts": torch_experts,
     "delta": delta,
     "torch_delta": torch_delta,

@@ -10,7 +10,7 @@ from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.layers.experts import BalanceOver, Experts
+from maxpipe.models.layers.experts import AllToAll, BalanceOver, ExpertBackend, Experts
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Branch, LayerType, Model, Part
 
@@ -42,9 +42,21 @@ class MixtureConfig:
         default="auto", metadata=renamed_from(values={"all": "dense"})
     )
     """Method for dispatching tokens to experts without a capacity limit. `grouped` sorts tokens by
-    expert and applies only the selected experts, with a kernel on TPUs and in token blocks on other
-    platforms. `dense` applies every expert to every token. `auto` uses `grouped` if there are at
-    least twice as many experts as `top_k`."""
+    expert and applies only the selected experts (see `backend`). `dense` applies every expert to
+    every token. `auto` uses `grouped` if there are at least twice as many experts as `top_k`."""
+    backend: ExpertBackend = "auto"
+    """Implementation of the matmuls of grouped dispatch. `auto` uses megablox kernels on TPUs,
+    Triton kernels on NVIDIA GPUs, and `loop` elsewhere. `loop` multiplies blocks of rows in a loop,
+    on any platform. `ragged_dot` uses XLA's operation of this name; where XLA has no kernel, the
+    operation applies every expert to every token."""
+    all_to_all: AllToAll = "auto"
+    """Implementation of the all-to-all with expert parallelism. `auto` sends only the used rows on
+    TPUs and NVIDIA GPUs (ragged all-to-all), and complete buffers elsewhere. `padded` always sends
+    complete buffers."""
+    token_chunks: int = 1
+    """Number of chunks into which the tokens of a microbatch are divided with expert parallelism
+    (`mesh.ici_expert`). The tokens of one chunk can be exchanged while the experts process another
+    chunk. Must divide the number of tokens per sequence on a device."""
     load_balance_loss_weight: float = field(default=0.01, metadata=renamed_from("balance_weight"))
     """Coefficient of the load-balance loss in each layer with experts. The loss is 1 if all experts
     receive the same number of tokens. If 0, the loss is logged but not added to the training
@@ -72,6 +84,7 @@ MOE_BOUNDS = (
     Bound("d_expert", 0, 0, why="0 uses model.d_mlp", axis="mlp"),
     Bound("capacity_factor", 1.25, 0, LARGEST, "0 drops no token"),
     Bound("all_to_all_capacity_factor", 2, 0, LARGEST, "0 drops no token"),
+    Bound("token_chunks", 2, 1, 64),
     Bound("z_loss_weight", 0.001, 0, LARGEST, "0 only logs the z-loss"),
     Bound("load_balance_loss_weight", 0.01, 0, LARGEST, "0 only logs this loss"),
 )
@@ -96,6 +109,9 @@ def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
         own.capacity_factor,
         own.all_to_all_capacity_factor,
         dispatch=own.dispatch,
+        backend=own.backend,
+        all_to_all=own.all_to_all,
+        token_chunks=own.token_chunks,
         load_balance_scope=own.load_balance_scope,
         **options,
     )

@@ -1,12 +1,13 @@
 """Mixture of experts: routing, dispatch over the expert axis, and computation of the experts.
 
 With expert parallelism, every device reserves capacity for tokens from every other device. Tokens
-are sent in fixed-size buffers, whose last rows may be empty. On TPUs, a ragged all-to-all sends
-only the used rows.
+are sent in fixed-size buffers, whose last rows may be empty. On TPUs and NVIDIA GPUs, a ragged
+all-to-all sends only the used rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,12 +21,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers import experts
+from maxpipe.models.layers.experts import AllToAll
 from maxpipe.nn import grouped_matmul
+from maxpipe.nn.expert_backends.blocks import num_multiplied_rows
 from maxpipe.nn.mlp import gated_activation, gated_mlp
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.nn.token_permutation import (
     TokenPermutation,
     assign_capacity_slots,
+    custom_vjp_with_static,
     permute_tokens,
     row_biases,
     row_weights,
@@ -77,6 +81,7 @@ def dispatch_tokens(
     places: Int[Array, "B T k"],
     weights: Float[Array, "B T E"],
     room: int,
+    method: AllToAll = "auto",
 ) -> tuple[ReceivedTokens, SentTokens]:
     """Send each token to the devices that hold its experts. `room` is the maximum number of rows
     sent from one device to another.
@@ -101,30 +106,43 @@ def dispatch_tokens(
     )
     factors = all_to_all(factors, EXPERT, 0, 0)
     of_mine = jnp.where(expert[:, None] == jnp.arange(local_experts), factors[:, None], 0)
-    rows = _all_to_all(permute_tokens(x, slots, x.shape), sent.counts, sent.received_counts)
+    rows = permute_tokens(x, slots, x.shape)
+    rows = exchange_rows(rows, sent.counts, sent.received_counts, method)
     return ReceivedTokens(rows[None], expert[None, :, None], of_mine[None]), sent
 
 
-def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "n D"]:
+def combine_tokens(
+    x: Float[Array, "1 S D"], sent: SentTokens, method: AllToAll = "auto"
+) -> Float[Array, "n D"]:
     """Sum the expert outputs of each token."""
-    return unpermute_tokens(_all_to_all(x[0], sent.received_counts, sent.counts), sent.slots)
+    rows = exchange_rows(x[0], sent.received_counts, sent.counts, method)
+    return unpermute_tokens(rows, sent.slots)
 
 
-@jax.custom_vjp
-def _all_to_all(
-    x: Float[Array, "S D"], sent: Int[Array, " X"], received: Int[Array, " X"]
+@custom_vjp_with_static(static=3)
+def exchange_rows(
+    x: Float[Array, "S D"], sent: Int[Array, " X"], received: Int[Array, " X"], method: AllToAll
 ) -> Float[Array, "S D"]:
     """Send each device its block of rows; only the first `sent` rows of a block are used.
 
     Unused rows in the result are uninitialized and never read.
     """
     padded = lambda x, sent, received: all_to_all(x, EXPERT, 0, 0)  # noqa: E731
-    return lax.platform_dependent(x, sent, received, tpu=_ragged, default=padded)
+    if method == "padded":
+        return padded(x, sent, received)
+    return lax.platform_dependent(x, sent, received, tpu=_ragged, cuda=_ragged, default=padded)
 
 
-_all_to_all.defvjp(
-    lambda x, sent, received: (_all_to_all(x, sent, received), (sent, received)),
-    lambda saved, cotangent: (_all_to_all(cotangent, *reversed(saved)), None, None),
+exchange_rows.defvjp(
+    lambda x, sent, received, method: (
+        exchange_rows(x, sent, received, method),
+        (sent, received),
+    ),
+    lambda method, saved, cotangent: (
+        exchange_rows(cotangent, *reversed(saved), method),
+        None,
+        None,
+    ),
 )
 
 
@@ -349,21 +367,50 @@ class Experts(SpecModule):
         weights: Float[Array, "B T E"],
         context: LayerContext,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
-        """Implement `_apply_experts` with experts sharded over the expert axis."""
-        rows, tokens = x.shape[:2]
-        part, segments = self.part, context.inputs["segment_ids"]
+        """Implement `_apply_experts` with experts sharded over the expert axis.
+
+        Chunks of tokens are independent, so the compiler can exchange the tokens of one chunk while
+        the experts process another chunk.
+        """
+        part, params = self.part, self._params(x)
         if context.cache is not None:
-            part = replace(part, capacity=0.0, send_capacity_factor=0.0)
-        room = part.send_capacity(axis_size(EXPERT), rows, tokens, tokens * axis_size(CONTEXT))
+            part = replace(part, capacity=0.0, send_capacity_factor=0.0, token_chunks=1)
+        # Sequences that evaluations score can have other lengths than those in training.
+        chunks = math.gcd(part.token_chunks, x.shape[1])
+        part = replace(part, token_chunks=chunks)
         # Padding must not consume capacity that real tokens need.
+        segments = context.inputs["segment_ids"]
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
-        received, sent = dispatch_tokens(x, places, weights, room)
+        arrays = zip(
+            *(jnp.split(array, chunks, axis=1) for array in (x, places, weights)),
+            strict=True,
+        )
+        found = [self._exchange(part, params, chunk, context) for chunk in arrays]
+        out, lost = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
+        return out, lost if self.part.drops_tokens else None
+
+    def _exchange(
+        self,
+        part: experts.Experts,
+        params: Mapping[str, Any],
+        chunk: tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]],
+        context: LayerContext,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
+        """Send tokens to their experts, apply the experts, and send the results back.
+
+        Also return the fraction of each token's experts that dropped the token.
+        """
+        x, places, weights = chunk
+        rows, tokens = x.shape[:2]
+        whole = tokens * part.token_chunks * axis_size(CONTEXT)
+        room = part.send_capacity(axis_size(EXPERT), rows, tokens, whole)
+        received, sent = dispatch_tokens(x, places, weights, room, part.all_to_all)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
         outputs = self._grouped_experts(
-            received, self._params(x), filled=min(filled, 1.0), low=context.quantizer
+            received, params, filled=min(filled, 1.0), low=context.quantizer
         )
-        lost = sent.slots.dropped_fraction.reshape(x.shape[:2]) if self.part.drops_tokens else None
-        return combine_tokens(outputs, sent).reshape(x.shape), lost
+        lost = sent.slots.dropped_fraction.reshape(x.shape[:2])
+        return combine_tokens(outputs, sent, part.all_to_all).reshape(x.shape), lost
 
     def _params(self, x: Array) -> dict[str, Any]:
         """Return the parameters of the experts in the dtype of `x`."""
@@ -377,9 +424,7 @@ class Experts(SpecModule):
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
-        visited = grouped_matmul.num_multiplied_rows(
-            tokens * self.part.per_token, self.part.num_experts
-        )
+        visited = num_multiplied_rows(tokens * self.part.per_token, self.part.num_experts)
         return visited < tokens * self.part.num_experts
 
     def _grouped_experts(
@@ -401,7 +446,7 @@ class Experts(SpecModule):
         num_experts = weights.shape[-1]
         rows, sizes = sort_by_expert(places, num_experts)
         spread = grouped_matmul.GroupedMatmulOptions(
-            grouped_matmul.expert_width_axes(self.rules), complete, low, filled
+            grouped_matmul.expert_width_axes(self.rules), complete, low, filled, self.part.backend
         )
         gate, up = _up_projection(x, (params["gate"], params["up"]), rows, sizes, spread)
         if self.part.biased:

@@ -221,17 +221,18 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
         return
     size, around = sizes.activations.itemsize, mesh.ring_share(axes)
     if part.permutes_tokens:
-        # Send padded buffers or, on TPUs, only the used rows.
-        ragged = sizes.platform == "tpu"
+        # Send only the used rows, or padded buffers.
+        ragged = sizes.platform in ("tpu", "cuda") and part.all_to_all == "auto"
         rows = sizes.batch.tokens * (part.per_token if ragged else part.rows_received or 0.0)
         width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
         # The forward pass exchanges token counts, which are needed by ragged transfers and the
         # backward pass.
         counted = ragged or sizes.config.pipeline.remat == "none"
+        calls, chunks = (4 + counted, 3 + ragged, 3), part.token_chunks
         yield TokenExchange(
-            CommVolume(axes, 2 * width + 2 * routes, 4 + counted, is_all_to_all=True),
-            CommVolume(axes, width + 2 * routes, 3 + ragged, is_all_to_all=True),
-            CommVolume(axes, 2 * width + routes, 3, is_all_to_all=True),
+            CommVolume(axes, 2 * width + 2 * routes, chunks * calls[0], is_all_to_all=True),
+            CommVolume(axes, width + 2 * routes, chunks * calls[1], is_all_to_all=True),
+            CommVolume(axes, 2 * width + routes, chunks * calls[2], is_all_to_all=True),
         )
         return
     # All-gather the tokens along the axis, and reduce-scatter the expert outputs.

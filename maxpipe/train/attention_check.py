@@ -1,38 +1,22 @@
-"""Check an attention backend against plain attention before a run uses it on new hardware.
-
-A kernel can return wrong results on one device type or with one jax release without visibly
-affecting the loss curve. The check runs the model's attention on small arrays, and compares outputs
-and gradients with float32 references. The check allows errors a few times larger than those of
-plain attention in the run's dtype. The outcome is recorded in the run's events, so that the check
-is not repeated on the same hardware.
-"""
+"""Compare an attention backend with plain attention before a run uses it on new hardware."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.errors import Code, ConfigError
-from maxpipe.io.files import read_json_lines
 from maxpipe.models.layers.attention import AUTO, Attention
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.spec import Model
 from maxpipe.nn.attention import BACKENDS
 from maxpipe.nn.attention.interface import AttentionBackend, Mask
-from maxpipe.parallel.axes import MeshConfig
-from maxpipe.parallel.mesh import build_mesh
-from maxpipe.step.step import Steps
-from maxpipe.train.session import Session
-
-_EVENT = "attention_checked"
+from maxpipe.train.kernel_check import KernelCheck, KernelDeviation, deviation
 
 _TOKENS, _GROUPS, _SHARED = 256, 2, 4
 """Maximum sizes used in the check: tokens, key/value heads, and query heads per key/value head."""
@@ -40,93 +24,24 @@ _DOCUMENTS = 3
 _CUDNN_TOKENS, _CUDNN_DOCUMENTS = 1024, (1, 2, 5)
 """Tokens and documents per sequence used to check the cudnn backend, which selects one of three
 kernels based on the number of documents."""
-_TOLERANCE_FACTOR = 4.0
-"""Maximum ratio of a backend's error to the error of plain attention."""
-_MIN_TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-6}
-"""Error that every backend is allowed, relative to the array's largest element."""
 
 AttentionPart = Attention | LatentAttention
 
 
-class _CheckEvent(TypedDict):
-    event: Literal["attention_checked"]
-    what: str
+def attention_check(model: Model, dtype: str, tokens: int) -> KernelCheck:
+    """Return the check of all attention types of a model; plain attention is not checked."""
+    cases = [*_cases(model, tokens)]
+    return KernelCheck(
+        "attention",
+        [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in cases],
+        lambda: [each for case in cases for each in _compare_backend(*case, dtype)],
+        _error,
+    )
 
 
-@dataclass(frozen=True)
-class AttentionDeviation:
-    """Errors of outputs and gradients, relative to the largest element of the reference array."""
-
-    backend: str
-    result: float
-    gradients: float
-    limit: float
-
-    @property
-    def ok(self) -> bool:
-        """Return whether the errors are within the limit. NaN errors are not."""
-        return self.result <= self.limit and self.gradients <= self.limit
-
-    def __str__(self) -> str:
-        return (
-            f"{self.backend} has errors of {self.result:.1e} in results and {self.gradients:.1e} "
-            f"in gradients; at most {self.limit:.1e} is allowed"
-        )
-
-
-def check_run_attention(session: Session, steps: Steps) -> None:
-    """Check the model's attention, unless the run has already done so on this hardware.
-
-    Raises:
-        ConfigError: the errors exceed the limit on at least one process.
-    """
-    decoder, (_, tokens), deviation = steps.param_layout.decoder, steps.shape, None
-    model, dtype = decoder.model, decoder.config.compute_dtype
-    description = check_description(model, dtype, tokens)
-    if description and not _was_checked(session.run_dir, description):
-        with session.console.stage("checking attention"):
-            deviation = check_attention(model, dtype, tokens)
-    # Processes that ran no check also join this collective: if one must stop, all must stop.
-    verdict = "" if deviation is None or deviation.ok else str(deviation)
-    worst = max(session.channel.compare_across_processes("attention", verdict))
-    if worst:
-        raise ConfigError.one(
-            Code.MODEL_ATTENTION,
-            "model.attention",
-            None,
-            f"differs from plain attention on {jax.local_devices()[0].device_kind} with jax "
-            f"{jax.__version__}: {worst}, relative to the largest element.",
-            "Set model.attention=xla.",
-        )
-    if deviation is not None:
-        session.console.note(f"attention: {deviation}")
-        session.events.write(
-            _EVENT, what=description, result=deviation.result, gradients=deviation.gradients
-        )
-
-
-def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
-    """Return the largest deviation over all attention types; None if all use plain attention."""
-    with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
-        found = [each for case in _cases(model, tokens) for each in _compare_backend(*case, dtype)]
-    return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
-
-
-def check_description(model: Model, dtype: str, tokens: int) -> str:
-    """Return a key that identifies the check, built from the device, jax version, backends and
-    sizes; "" for plain attention.
-    """
-    cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
-    where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
-    return f"{where}: {'; '.join(cases)}" if cases else ""
-
-
-def _was_checked(run_dir: Path, description: str) -> bool:
-    try:
-        events = read_json_lines(run_dir / EVENTS_FILE, _CheckEvent)
-        return any(event["what"] == description for event in events)
-    except OSError:
-        return False
+def _error(rule: str) -> ConfigError:
+    key = "model.attention"
+    return ConfigError.one(Code.MODEL_ATTENTION, key, None, rule, f"Set {key}=xla.")
 
 
 def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tuple[int, ...]]]:
@@ -170,7 +85,7 @@ def _heads(part: AttentionPart) -> tuple[int, int, int]:
 
 def _compare_backend(
     part: AttentionPart, tokens: int, windows: tuple[int, ...], dtype: str
-) -> Iterator[AttentionDeviation]:
+) -> Iterator[KernelDeviation]:
     """Yield the deviation for each number of documents per sequence, with the largest window."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
@@ -208,15 +123,4 @@ def _compare_backend(
     for documents in _documents(part):
         segments = jnp.asarray(1 + np.arange(tokens)[None] * documents // tokens, jnp.int32)
         exact, plain, own = jax.device_get(compare(given, cotangent, window, segments))
-        of_plain, of_own = (
-            [_distance(*pair) for pair in zip(each, exact, strict=True)] for each in (plain, own)
-        )
-        limit = max(_MIN_TOLERANCE[dtype], _TOLERANCE_FACTOR * max(of_plain))
-        yield AttentionDeviation(part.backend, of_own[0], max(of_own[1:]), limit)
-
-
-def _distance(found: Any, exact: Any) -> float:
-    """Return the relative error; NaN becomes infinity, because `max` would ignore NaN."""
-    found, exact = (np.asarray(each, np.float64) for each in (found, exact))
-    distance = float(np.abs(found - exact).max() / np.abs(exact).max())
-    return distance if np.isfinite(distance) else np.inf
+        yield deviation(part.backend, dtype, exact, plain, own)

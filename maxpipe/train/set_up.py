@@ -48,9 +48,11 @@ from maxpipe.profiles.run_comparison import CompiledMemory, ForecastFile
 from maxpipe.step.build import steps_on_all_devices
 from maxpipe.step.step import Steps
 from maxpipe.train import data_end
-from maxpipe.train.attention_check import check_run_attention
+from maxpipe.train.attention_check import attention_check
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
+from maxpipe.train.expert_check import exchange_check, expert_check
+from maxpipe.train.kernel_check import check_kernels
 from maxpipe.train.layer_records import LayerRecorder
 from maxpipe.train.memory_check import check_program
 from maxpipe.train.profiler import Outputs, StepProfiler
@@ -100,7 +102,7 @@ def set_up(session: Session) -> Run:
     last = _last_step(session, datasets, start, early_stopping)
     post_training = _set_up_post_training(session, steps, datasets, start, teacher)
     if first < last:
-        check_run_attention(session, steps)
+        _check_kernels(session, steps)
         _attach_references(session, steps, datasets, start)
     with phases.enter(COMPILE):
         train_steps = _compile_train_steps(session, steps, datasets, start, last)
@@ -161,6 +163,22 @@ def set_up(session: Session) -> Run:
     stack.callback(lambda: run.writer.close())  # a rollback opens another writer
     stack.callback(lambda: run.layer_recorder.close(run.writer))
     return run
+
+
+def _check_kernels(session: Session, steps: Steps) -> None:
+    """Compare the kernels of the model with plain operations on this hardware.
+
+    Raises:
+        ConfigError: a kernel's errors are too large.
+    """
+    model, mesh = steps.param_layout.decoder.model, steps.param_layout.mesh
+    dtype, family = session.config.model.compute_dtype, session.config.model.family
+    checks = [
+        attention_check(model, dtype, steps.shape[1]),
+        expert_check(model, dtype, mesh.shape["tensor"], family),
+        exchange_check(model, mesh, dtype, family),
+    ]
+    check_kernels(session, checks)
 
 
 def _forecast_seconds(config: Config) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.layers import experts
-from maxpipe.nn import grouped_matmul, token_permutation
+from maxpipe.nn import token_permutation
 from maxpipe.nn.experts import Experts
 from maxpipe.nn.module import LayerContext
 from maxpipe.parallel.axes import MeshConfig
@@ -146,71 +146,3 @@ def test_decoding_selects_cheaper_dispatch(given: Any, tokens: int) -> None:
     program = str(jax.make_jaxpr(partial(run, "dense"))(params, x))
     assert ("scan[" in program) == (tokens == 40)
     assert_close(*(jax.jit(partial(run, dispatch))(params, x) for dispatch in ("grouped", "dense")))
-
-
-SIZES = [[3, 0, 5, 120], [0, 0, 0, 128], [128, 0, 0, 0], [37, 27, 0, 64]]
-
-
-@pytest.mark.parametrize("sizes", keeping(SIZES, 3))
-def test_grouped_kernels_and_loops_equal_separate_matmuls(sizes: list[int]) -> None:
-    """Kernels run in interpret mode."""
-    random = np.random.default_rng(0)
-    ends = np.cumsum(sizes)
-    draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731
-    rows, cotangents = draw(128, 128), draw(128, 256)
-    counts = jnp.asarray(sizes, jnp.int32)
-    groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    for dim, transposed in ((0, False), (1, True)):
-        weights = jnp.moveaxis(draw(4, 128, 256), 0, dim)
-        given, dims = (cotangents, (256, 128)) if transposed else (rows, (128, 256))
-        each = jnp.moveaxis(weights, dim, 0)
-        each = each.swapaxes(1, 2) if transposed else each
-        pairs = zip(groups, np.asarray(each), strict=True)
-        wanted = np.concatenate([np.asarray(given)[g] @ w for g, w in pairs])
-        outer = np.stack([np.asarray(rows)[g].T @ np.asarray(cotangents)[g] for g in groups], dim)
-        options: Any = {"dim": dim, "transposed": transposed}
-        run = jax.jit(partial(grouped_matmul.grouped_matmul_loop, **options))
-        assert_close(run(given, weights, counts), wanted)
-        options |= {
-            "tiles": grouped_matmul.grouped_matmul_tiles(128, 4, *dims, np.float32),
-            "interpret": True,
-        }
-        assert options["tiles"] == (128, *dims)
-        run = jax.jit(partial(grouped_matmul.grouped_matmul_kernel, **options))
-        assert_close(run(given, weights, counts), wanted)
-        run = jax.jit(partial(grouped_matmul.outer_by_blocks, dim=dim))
-        assert_close(run(rows, cotangents, counts), outer)
-        options = {"dim": dim, "interpret": True, "tiles": (128, 128, 256)}
-        assert options["tiles"] == grouped_matmul.outer_tiles(128, 4, 128, 256, np.float32)
-        run = jax.jit(partial(grouped_matmul.outer_by_kernel, **options))
-        assert_close(run(rows, cotangents, counts), outer)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "dims"), [(8, (128, 128)), (384, (96, 128)), (384, (128, 200))]
-)
-def test_kernels_require_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
-    assert grouped_matmul.grouped_matmul_tiles(num_rows, 3, *dims, np.float32) is None
-    assert grouped_matmul.outer_tiles(num_rows, 3, *dims, np.float32) is None
-
-
-def test_tile_sizes() -> None:
-    """Small experts fit in one tile, and few rows are computed twice."""
-    bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    assert grouped_matmul.grouped_matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
-    assert grouped_matmul.grouped_matmul_tiles(65536, 128, 768, 2048, bf16) == (128, 768, 1024)
-    assert grouped_matmul.grouped_matmul_tiles(16384, 8, 4096, 14336, bf16) == (256, 4096, 256)
-    assert grouped_matmul.grouped_matmul_tiles(16384, 8, 14336, 4096, bf16) == (256, 1024, 1024)
-    assert grouped_matmul.grouped_matmul_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
-    assert grouped_matmul.outer_tiles(16384, 8, 4096, 14336, bf16) == (256, 1024, 1024)
-    assert grouped_matmul.outer_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
-    assert grouped_matmul.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
-
-
-def test_wasted_rows_are_bounded() -> None:
-    for num_rows in (1, 37, 4096, 100_000):
-        for num_experts in (1, 3, 64):
-            even = num_rows / num_experts
-            waste = grouped_matmul.num_multiplied_rows(num_rows, num_experts) / num_rows
-            assert even < 32 or waste < 1.5
-    assert grouped_matmul.num_multiplied_rows(16384, 16) <= 1.25 * 16384

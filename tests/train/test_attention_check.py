@@ -17,11 +17,7 @@ from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
 from maxpipe.nn.attention import BACKENDS, blockwise, cudnn
 from maxpipe.train import attention_check
-from maxpipe.train.attention_check import (
-    AttentionDeviation,
-    check_attention,
-    check_description,
-)
+from maxpipe.train.kernel_check import KernelDeviation
 from tests.cases import MODEL
 from tests.cudnn import forward, put_in_place
 from tests.train.runs import Run, Start, ledger, wait_for_outputs, write_module
@@ -38,6 +34,14 @@ FAMILIES: list[dict[str, Any]] = [
     {"family": "deepseek", "own": LATENT, "num_kv_heads": 8, "head_dim": 8},
 ]
 TOKENS = 144
+
+
+def check_attention(model: Model, dtype: str, tokens: int) -> KernelDeviation | None:
+    return attention_check.attention_check(model, dtype, tokens).run()
+
+
+def check_description(model: Model, dtype: str, tokens: int) -> str:
+    return attention_check.attention_check(model, dtype, tokens).description(dtype)
 
 
 def model_of(backend: str, **changes: Any) -> Model:
@@ -57,7 +61,7 @@ def test_blockwise_attention_passes(changes: dict[str, Any], dtype: str) -> None
 def test_xla_backend_is_not_checked() -> None:
     for backend in ("xla", "auto"):
         assert check_attention(model_of(backend), "float32", TOKENS) is None
-        assert check_description(model_of(backend), "float32", TOKENS) == ""
+        assert not attention_check.attention_check(model_of(backend), "float32", TOKENS).cases
 
 
 def shifted(*given: Any) -> Any:
@@ -110,7 +114,7 @@ def test_every_cudnn_kernel_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_place(monkeypatch)
     model = model_of("cudnn")
     factors: dict[str, float] = {}
-    deviations: list[AttentionDeviation] = []
+    deviations: list[KernelDeviation] = []
     compare = attention_check._compare_backend
 
     def named(kernel: Any, beside: Any) -> str:
@@ -120,7 +124,7 @@ def test_every_cudnn_kernel_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         mixed, sums = forward(kernel, *arrays)
         return mixed * factors.get(named(kernel, arrays[-1]), 1.0), sums
 
-    def recorded(*given: Any) -> list[AttentionDeviation]:
+    def recorded(*given: Any) -> list[KernelDeviation]:
         found = [*compare(*given)]
         deviations.extend(found)
         return found
@@ -163,7 +167,7 @@ def test_run_checks_attention_once(tiny: Path, tmp_path: Path, run: Run) -> None
     line = "blockwise has errors of "
     output = run("train", *given)
     assert line in output and "is allowed" in output
-    checked = list(ledger(tmp_path / "run", "attention_checked"))
+    checked = list(ledger(tmp_path / "run", "kernels_checked"))
     assert len(checked) == 1 and checked[0]["gradients"] < 1e-5
     assert line not in run("train", *given, "train.steps=6")
     # The backend of a finished run may change.

@@ -460,3 +460,18 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
             f"Set train.sequence_length={round_up(tokens, pieces * _SPLASH_BLOCK)}, or "
             "model.attention=xla.",
         )
+
+
+@rule(*MODEL_KEYS, "train.sequence_length", *axis_keys("context"))
+def _chunks_divide_tokens(config: Config) -> Iterator[RuleViolation]:
+    parts = (part for part in layer_parts(config) if isinstance(part, Experts))
+    chunks = max((part.token_chunks for part in parts), default=1)
+    tokens = config.train.sequence_length // (axis_size(config.mesh, "context") or 1)
+    if tokens % chunks:
+        key = f"model.{config.model.family}.token_chunks"
+        yield RuleViolation(
+            Code.MODEL_SIZES,
+            key,
+            f"must divide the {tokens} tokens of a sequence on one device.",
+            f"Set {key}={math.gcd(tokens, chunks)}.",
+        )

@@ -25,6 +25,12 @@ from maxpipe.models.spec import (
 BalanceOver = Literal["sequence", "microbatch", "devices"]
 """Set of tokens over which the load-balance loss computes expert loads."""
 
+ExpertBackend = Literal["auto", "loop", "ragged_dot"]
+"""Implementation of the grouped matmuls of experts."""
+
+AllToAll = Literal["auto", "padded"]
+"""Implementation of the exchange of tokens between devices."""
+
 
 class Groups(NamedTuple):
     """Groups of experts. Each token is routed only to experts in a few of the groups
@@ -84,6 +90,14 @@ class Experts(Part):
     dispatch: Literal["auto", "dense", "grouped"] = "auto"
     """Whether tokens are processed by all experts or only by the selected experts. `auto` applies
     only the selected experts if they are at most half of all experts."""
+    backend: ExpertBackend = "auto"
+    """Implementation of grouped matmuls. `auto` uses megablox kernels on TPUs, Triton kernels on
+    NVIDIA GPUs, and a loop over blocks of rows elsewhere."""
+    all_to_all: AllToAll = "auto"
+    """Whether only the used rows are exchanged, where the platform supports this, or full
+    buffers."""
+    token_chunks: int = 1
+    """Number of chunks in which tokens are sent to experts on other devices."""
     groups: Groups | None = None
     """Expert groups for group-limited routing. If None, a token can select any experts."""
     load_balance_scope: BalanceOver = "sequence"
@@ -418,8 +432,9 @@ class Experts(Part):
             return f"{self.num_experts} experts with capacity for {self.capacity:g} x the mean load"
         if not self.grouped:
             return f"all {self.num_experts} experts for each token"
-        kernel = not (self.d_model % 128 or self.d_mlp % 128)
-        by = "kernels on TPUs, blocks of tokens elsewhere" if kernel else "blocks of tokens"
+        on_tpu = not (self.d_model % 128 or self.d_mlp % 128)
+        kernels = "kernels on TPUs and GPUs" if on_tpu else "kernels on GPUs"
+        by = {"auto": f"{kernels}, a loop elsewhere", "loop": "a loop"}.get(self.backend, "XLA")
         return f"{self.per_token} of {self.num_experts} experts for each token, by {by}"
 
     @property

@@ -1,0 +1,270 @@
+"""Grouped matmuls by Triton kernels, for GPUs.
+
+The kernels read each expert's weights in the stored layout, so weights are not transposed. Each
+program of a kernel computes one tile of the output. A row tile that contains rows of several
+experts is processed once per expert (arXiv:2211.15841). The weight gradient of an expert is one
+matmul that contracts the expert's rows.
+
+References:
+    The order of the tiles is that of Triton's matmul tutorial: programs that run at the same time
+    share rows and weights, which then remain in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Float, Int
+
+from maxpipe.nn.expert_backends.blocks import BlockSteps, make_block_steps, num_block_steps
+from maxpipe.parallel import scopes
+
+
+class Tiles(NamedTuple):
+    """Tile sizes of one kernel; all of them are powers of two."""
+
+    rows: int
+    """Rows of a tile of the output; contracted rows in weight gradients."""
+    contracted: int
+    """Contracted elements per iteration; input width of a tile in weight gradients."""
+    width: int
+    """Output width of a tile."""
+    num_warps: int
+    num_stages: int
+    """Number of iterations whose operands are loaded ahead."""
+
+
+_ROW_TILES_PER_GROUP = 8
+"""Number of row tiles whose programs are interleaved, so that they share weights in the cache."""
+_SMALLEST = 16
+"""Smallest tile size that a tensor core supports."""
+
+
+def matmul_tiles(num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any) -> Tiles:
+    """Return the tile sizes of `grouped_matmul`.
+
+    Row tiles are at most as large as the mean number of rows per expert, because a tile is
+    processed once for each expert whose rows it contains.
+    """
+    wide = jnp.dtype(dtype).itemsize > 2
+    rows = _power_of_two(num_rows / num_experts, 64 if wide else 128)
+    columns = _power_of_two(width, 64 if wide or rows < 128 or width % 256 else 256)
+    if not wide and columns == 64:
+        columns = _power_of_two(width, 128)
+    num_warps = 8 if rows * columns >= 128 * 256 else 4
+    return Tiles(rows, _power_of_two(contracted, 32 if wide else 64), columns, num_warps, 3)
+
+
+def outer_tiles(first: int, second: int, dtype: Any) -> Tiles:
+    """Return the tile sizes of `grouped_outer`."""
+    wide = jnp.dtype(dtype).itemsize > 2
+    largest = 64 if wide else 128
+    tiles = _power_of_two(first, largest), _power_of_two(second, largest)
+    return Tiles(32 if wide else 64, *tiles, num_warps=4, num_stages=3)
+
+
+def _power_of_two(size: float, largest: int) -> int:
+    """Return the smallest power of two that is at least `size`, within the allowed tile sizes."""
+    return max(_SMALLEST, min(largest, 1 << max(0, math.ceil(size) - 1).bit_length()))
+
+
+def grouped_matmul(
+    rows: Float[Array, "N K"],
+    weights: Float[Array, "_ _ _"],
+    sizes: Int[Array, " E"],
+    *,
+    dim: int,
+    transposed: bool,
+    filled: float = 1.0,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "N J"]:
+    """Multiply each row by its expert's weights or, if `transposed` is set, by the transposed
+    weights.
+
+    Rows without an expert are uninitialized in the result. `dim` is the expert dim of the weights.
+    `filled` is the mean fraction of rows that have an expert, for the FLOPs in reports.
+    """
+    num_rows, contracted = rows.shape
+    width = weights.shape[1 if transposed and dim == 0 else 0 if transposed else 2]
+    tiles = tiles or matmul_tiles(num_rows, len(sizes), contracted, width, rows.dtype)
+    steps = make_block_steps(sizes, num_rows, tiles.rows)
+    num_steps = num_block_steps(num_rows, len(sizes), tiles.rows)
+    kernel = partial(
+        _matmul_kernel,
+        tiles=tiles,
+        num_steps=num_steps,
+        dim=dim,
+        transposed=transposed,
+    )
+    with jax.named_scope(scopes.flops(2 * filled * num_rows * contracted * width)):
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.typeof(rows).update(shape=(num_rows, width)),
+            grid=(num_steps * pl.cdiv(width, tiles.width),),
+            compiler_params=_parameters(tiles),
+            interpret=interpret,
+            name="grouped_matmul",
+        )(*steps, rows, weights)
+
+
+def _matmul_kernel(
+    expert_ref: Any,
+    start_ref: Any,
+    first_ref: Any,
+    stop_ref: Any,
+    rows_ref: Any,
+    weights_ref: Any,
+    out_ref: Any,
+    *,
+    tiles: Tiles,
+    num_steps: int,
+    dim: int,
+    transposed: bool,
+) -> None:
+    contracted, width = rows_ref.shape[1], out_ref.shape[1]
+    step, column = _order(pl.program_id(0), num_steps, pl.cdiv(width, tiles.width))
+    at = BlockSteps(*(ref[step] for ref in (expert_ref, start_ref, first_ref, stop_ref)))
+
+    @pl.when(at.first < at.stop)
+    def _() -> None:
+        rows = Matrix(rows_ref, rows_ref.shape)
+        shape = (width, contracted) if transposed else (contracted, width)
+        weight = Matrix(weights_ref, shape, at.expert, dim)
+        row = at.start + jnp.arange(tiles.rows)
+        columns = column * tiles.width + jnp.arange(tiles.width)
+
+        def add(number: Array, total: Array) -> Array:
+            inner = number * tiles.contracted + jnp.arange(tiles.contracted)
+            block = rows.load(row, inner)
+            if transposed:
+                return total + _dot(block, weight.load(columns, inner).T)
+            return total + _dot(block, weight.load(inner, columns))
+
+        total = jnp.zeros((tiles.rows, tiles.width), jnp.float32)
+        total = lax.fori_loop(0, pl.cdiv(contracted, tiles.contracted), add, total)
+        mask = ((row >= at.first) & (row < at.stop))[:, None] & (columns < width)[None]
+        target = Matrix(out_ref, out_ref.shape).at(row, columns)
+        triton.store(target, total.astype(out_ref.dtype), mask=mask)
+
+
+def _order(program: Array, num_steps: int, num_columns: int) -> tuple[Array, Array]:
+    """Return the row step and the column tile of a program."""
+    group = program // (_ROW_TILES_PER_GROUP * num_columns)
+    within = program - group * _ROW_TILES_PER_GROUP * num_columns
+    height = jnp.minimum(num_steps - group * _ROW_TILES_PER_GROUP, _ROW_TILES_PER_GROUP)
+    return group * _ROW_TILES_PER_GROUP + within % height, within // height
+
+
+def grouped_outer(
+    rows: Float[Array, "N K"],
+    cotangents: Float[Array, "N J"],
+    sizes: Int[Array, " E"],
+    *,
+    dim: int,
+    filled: float = 1.0,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "_ _ _"]:
+    """Sum the outer products of rows and cotangents for each expert, in float32.
+
+    The expert dim of the result is `dim`. Experts without rows have zeros.
+    """
+    depth, width = rows.shape[1], cotangents.shape[1]
+    tiles = tiles or outer_tiles(depth, width, rows.dtype)
+    num_tiles = pl.cdiv(depth, tiles.contracted) * pl.cdiv(width, tiles.width)
+    shape = [depth, width]
+    shape.insert(dim, len(sizes))
+    stops = jnp.cumsum(sizes)
+    with jax.named_scope(scopes.flops(2 * filled * rows.size * cotangents.shape[1])):
+        return pl.pallas_call(
+            partial(_outer_kernel, tiles=tiles, dim=dim),
+            out_shape=jax.typeof(rows).update(shape=tuple(shape)),
+            grid=(len(sizes) * num_tiles,),
+            compiler_params=_parameters(tiles),
+            interpret=interpret,
+            name="grouped_outer",
+        )(stops - sizes, stops, rows, cotangents)
+
+
+def _outer_kernel(
+    first_ref: Any,
+    stop_ref: Any,
+    rows_ref: Any,
+    cotangents_ref: Any,
+    out_ref: Any,
+    *,
+    tiles: Tiles,
+    dim: int,
+) -> None:
+    rows, cotangents = (Matrix(ref, ref.shape) for ref in (rows_ref, cotangents_ref))
+    depth, width = rows.shape[1], cotangents.shape[1]
+    num_columns = pl.cdiv(width, tiles.width)
+    num_tiles = pl.cdiv(depth, tiles.contracted) * num_columns
+    expert, tile = pl.program_id(0) // num_tiles, pl.program_id(0) % num_tiles
+    first, stop = first_ref[expert], stop_ref[expert]
+    inner = tile // num_columns * tiles.contracted + jnp.arange(tiles.contracted)
+    columns = tile % num_columns * tiles.width + jnp.arange(tiles.width)
+
+    def add(number: Array, total: Array) -> Array:
+        row = first + number * tiles.rows + jnp.arange(tiles.rows)
+        # Both operands are masked, because rows without an expert can hold arbitrary values.
+        block = rows.load(row, inner, row < stop)
+        return total + _dot(block.T, cotangents.load(row, columns, row < stop))
+
+    total = jnp.zeros((tiles.contracted, tiles.width), jnp.float32)
+    total = lax.fori_loop(0, pl.cdiv(stop - first, tiles.rows), add, total)
+    mask = (inner < depth)[:, None] & (columns < width)[None]
+    target = Matrix(out_ref, (depth, width), expert, dim).at(inner, columns)
+    triton.store(target, total.astype(out_ref.dtype), mask=mask)
+
+
+class Matrix(NamedTuple):
+    """A matrix in memory: an array with two dims, or the matrix of one expert."""
+
+    ref: Any
+    shape: tuple[int, int]
+    expert: Array | None = None
+    dim: int = 0
+    """Expert dim of the array."""
+
+    def at(self, row: Array, column: Array) -> Any:
+        """Return the reference to a tile."""
+        index = [row[:, None], column[None]]
+        if self.expert is not None:
+            index.insert(self.dim, self.expert)
+        return self.ref.at[tuple(index)]
+
+    def load(self, row: Array, column: Array, mask: Array | None = None) -> Array:
+        """Load a tile. Elements outside of the matrix, and rows outside of `mask`, are zero.
+
+        Masks that cannot exclude an element are omitted, because they make loads slower.
+        """
+        inside = jnp.ones((1, 1), jnp.bool_)
+        if mask is not None:
+            inside &= mask[:, None]
+        if mask is not None or self.shape[0] % len(row):
+            inside &= (row < self.shape[0])[:, None]
+        if self.shape[1] % len(column):
+            inside &= (column < self.shape[1])[None]
+        if inside.size == 1:
+            return triton.load(self.at(row, column))
+        inside = jnp.broadcast_to(inside, (len(row), len(column)))
+        return triton.load(self.at(row, column), mask=inside, other=0.0)
+
+
+def _dot(first: Array, second: Array) -> Array:
+    """Multiply two tiles with float32 sums. Float32 operands are not rounded to fewer bits."""
+    exact = lax.Precision.HIGHEST if first.dtype == jnp.float32 else None
+    return triton.dot(first, second, precision=exact)
+
+
+def _parameters(tiles: Tiles) -> triton.CompilerParams:
+    return triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)

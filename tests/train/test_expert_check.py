@@ -1,0 +1,124 @@
+"""Numerical check of the experts' grouped matmuls before the first step on new hardware."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from maxpipe.models.moe import MoeConfig
+from maxpipe.models.registry import describe
+from maxpipe.models.spec import Model
+from maxpipe.nn import experts
+from maxpipe.nn.expert_backends import ragged_dot, triton
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.mesh import build_mesh
+from maxpipe.train import expert_check as expert_check_module
+from maxpipe.train.expert_check import compare_exchanges, exchange_check, expert_check
+from tests.cases import MODEL
+from tests.train.runs import Start, wait_for_outputs, write_module
+
+
+def model_of(backend: Any, **changes: Any) -> Model:
+    own = MoeConfig(num_experts=4, top_k=2, d_expert=24, backend=backend, **changes)
+    return describe(replace(MODEL, family="moe", own=own))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ragged_dot_passes(dtype: str) -> None:
+    check = expert_check(model_of("ragged_dot"), dtype)
+    found = check.run()
+    assert found is not None and found.ok, found
+    assert check.cases == ["ragged_dot 32 x 24"] or len(check.cases) == 1
+    if dtype == "float32":
+        assert found.result < 1e-5 and found.gradients < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_triton_kernels_pass(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run in interpret mode."""
+    for name in ("grouped_matmul", "grouped_outer"):
+        run = partial(getattr(triton, name), interpret=True)
+        monkeypatch.setattr(ragged_dot, name, run)
+    found = expert_check(model_of("ragged_dot"), dtype).run()
+    assert found is not None and found.ok, found
+
+
+@pytest.mark.parametrize("name", ["grouped_matmul", "grouped_outer"])
+def test_wrong_backend_fails_check(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(ragged_dot, name)
+    monkeypatch.setattr(ragged_dot, name, lambda *given, **how: 1.001 * right(*given, **how))
+    found = expert_check(model_of("ragged_dot"), "float32").run()
+    assert found is not None and not found.ok
+    monkeypatch.setattr(
+        ragged_dot, name, lambda *given, **how: right(*given, **how).at[0, 0].set(jax.numpy.nan)
+    )
+    found = expert_check(model_of("ragged_dot"), "float32").run()
+    assert found is not None and not found.ok
+
+
+def test_loop_and_dense_dispatch_are_not_checked() -> None:
+    for model in (
+        model_of("loop"),
+        model_of("auto"),  # CPUs use the loop
+        model_of("ragged_dot", dispatch="dense"),
+        describe(MODEL),
+    ):
+        check = expert_check(model, "float32")
+        assert not check.cases and check.run() is None
+
+
+def test_width_on_one_device_is_checked() -> None:
+    whole, half = (expert_check(model_of("ragged_dot"), "float32", n).cases for n in (1, 2))
+    assert "x 24" in whole[0] and "x 12" in half[0]
+
+
+@pytest.mark.parametrize("bad", [7.0, float("nan")])
+@pytest.mark.parametrize(
+    "config", [MeshConfig(ici_expert=8), MeshConfig(ici_expert=4, ici_tensor=2)], ids=["8", "4x2"]
+)
+def test_exchanges_are_compared_on_all_devices(
+    config: MeshConfig, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of one device that differs, or is NaN, is found in either direction."""
+    mesh = build_mesh(config, jax.devices()[:8])
+    found = compare_exchanges(mesh, "float32")
+    assert found.ok and (found.result, found.gradients) == (0, 0)
+    right = experts.exchange_rows
+
+    def wrong(values: Any, sent: Any, received: Any, method: Any) -> Any:
+        out = right(values, sent, received, method)
+        if method == "padded":
+            return out
+        first = jax.lax.axis_index("expert") == 0
+        return out.at[-1, 3].set(jax.numpy.where(first, bad, out[-1, 3]))
+
+    monkeypatch.setattr(expert_check_module, "exchange_rows", wrong)
+    found = compare_exchanges(mesh, "bfloat16")
+    assert not found.ok and found.result == 1
+    assert not exchange_check(model_of("auto"), mesh, "float32").cases  # CPUs send full buffers
+
+
+BROKEN = """
+from maxpipe.nn.expert_backends import ragged_dot
+right = ragged_dot.grouped_outer
+ragged_dot.grouped_outer = lambda *given, **how: 1.01 * right(*given, **how)
+"""
+
+
+@pytest.mark.long
+def test_run_with_wrong_backend_does_not_start(tiny: Path, tmp_path: Path, start: Start) -> None:
+    modules = write_module(tmp_path / "modules", BROKEN)
+    given = (tiny, f"run.dir={tmp_path}", "train.steps=2", "eval.batches=0", "eval.every=0")
+    given += ("model.family=moe", "model.moe.num_experts=4", "model.moe.backend=ragged_dot")
+    given += ("mesh.cpu_devices=1", "mesh.ici_stage=1", "pipeline.microbatches=1")
+    process = start("train", *given, modules=modules)
+    (output,) = wait_for_outputs([process])
+    assert process.returncode == 2, output
+    assert "model.moe.backend" in output and "ragged_dot has errors of" in output
+    assert "Set model.moe.backend=loop." in output and "Traceback" not in output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
