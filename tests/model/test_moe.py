@@ -385,7 +385,8 @@ def test_model_description_matches_counts_and_metrics() -> None:
     own_only = describe(CONFIG)
     assert sum(count.layer_costs(own_only, 32)) + head == needed + pairs
     assert model.notes == ("all 5 experts for each token",)
-    assert own_only.notes == ("2 of 5 experts for each token, by kernels on GPUs, a loop elsewhere",)
+    note = "2 of 5 experts for each token, by kernels on GPUs, a loop elsewhere"
+    assert own_only.notes == (note,)
     assert len({*costs[1:]}) == 1 and costs[0] < costs[1]
 
 
