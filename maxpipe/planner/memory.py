@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 from maxpipe.models.adapters import is_held
+from maxpipe.models.layers.experts import Experts
 from maxpipe.models.resolve_auto import loss_block
 from maxpipe.models.spec import Held, LayerType, Part
 from maxpipe.optim.state_spec import BYTES
@@ -100,8 +101,9 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
             "mtp": _mtp_layer_on_tpu(sizes, schedule),
         }
         if platform != "tpu":  # GPUs: the larger of the TPU and CPU estimates
-            size = sizes.activations.itemsize
-            on_cpu = _layer_on_cpu(sizes, score_bytes=size, spared=0.0)
+            size, kinds = sizes.activations.itemsize, sizes.model.layer_types
+            names = [name for name, kind in kinds.items() if not _has_expert_kernels(kind)]
+            on_cpu = _layer_on_cpu(sizes, score_bytes=size, spared=0.0, names=names)
             moments["layer"] = max(moments["layer"], on_cpu)
     moments["logits"] = _logits(working, platform)
     later = _gradients_after_loss(sizes, schedule) if platform == "tpu" else 0.0
@@ -439,7 +441,13 @@ def _layer_type_on_tpu(sizes: Sizes, schedule: Schedule, name: str) -> float:
     # The moments describe trained weights. Frozen weights have no gradients.
     has_moments = any(part.backward_moments for part in parts.values()) and not kind.adapters
     if sizes.platform != "tpu" or not has_moments:
-        arrays = (_part_on_tpu(sizes, part, part.backward_peak) for part in parts.values())
+        kernels = sizes.platform == "cuda" and _has_expert_kernels(kind)
+        arrays = (
+            _part_on_tpu(sizes, part, part.gpu_peak)
+            if kernels and isinstance(part, Experts)
+            else _part_on_tpu(sizes, part, part.backward_peak)
+            for part in parts.values()
+        )
         return copies * weights + max(arrays)
     elements = Counter[str]()
     for (part_name, _), param in kind.params.items():
@@ -462,6 +470,12 @@ def _layer_type_on_tpu(sizes: Sizes, schedule: Schedule, name: str) -> float:
             most = max(most, live * own + others + _part_on_tpu(sizes, part, held))
         earlier += residuals[name]
     return most
+
+
+def _has_expert_kernels(kind: LayerType) -> bool:
+    """Return whether GPUs run kernels for the experts of a layer type, instead of a loop."""
+    parts = (part for part in kind.parts.values() if isinstance(part, Experts))
+    return any(part.grouped and part.backend == "auto" for part in parts)
 
 
 def _dequantized_bytes(sizes: Sizes, kind: LayerType) -> float:
@@ -526,14 +540,19 @@ def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> 
     return float(window + 4 * chunk + 4 * sizes.params.stage_elements() * narrow)
 
 
-def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
+def _layer_on_cpu(
+    sizes: Sizes, *, score_bytes: int, spared: float, names: Collection[str] | None = None
+) -> float:
     """Return the peak bytes of the largest layer's backward pass on CPU.
 
     On CPU, most arrays are live at the same time. `score_bytes` is the size of one attention score,
     which does not depend on the compute dtype. `spared` is the fraction of each sublayer's
-    `barrier_copies` that optimization barriers avoid.
+    `barrier_copies` that optimization barriers avoid. `names` are the layer types to consider; None
+    means all of them.
     """
-    activations, kinds = sizes.activations, sizes.model.layer_types
+    activations, kinds = sizes.activations, dict(sizes.model.layer_types)
+    if names is not None:
+        kinds = {name: kind for name, kind in kinds.items() if name in names}
     size = activations.itemsize
 
     def arrays_of(part: Part) -> float:
@@ -558,8 +577,9 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
         alive += CPU_GATHERED * (sizes.mesh.token_shards > 1) * activations.whole_hidden
         return alive + CPU_WEIGHTS * sizes.params.layer_elements(name, whole=True)
 
-    ring = size * max(needed(*kind) for kind in kinds.items()) + _chunk_inputs(sizes)
-    mtp = [size * needed(name, kinds[name]) for name in sizes.layers.mtp]
+    ring = size * max((needed(*kind) for kind in kinds.items()), default=0.0)
+    ring += _chunk_inputs(sizes)
+    mtp = [size * needed(name, kinds[name]) for name in sizes.layers.mtp if name in kinds]
     return max([ring, *(layer + _mtp_bytes(sizes, CPU_MTP_ACTIVATIONS) for layer in mtp)])
 
 
@@ -582,13 +602,14 @@ head."""
 def _mtp_pending_bytes(sizes: Sizes, platform: str) -> float:
     """Return the bytes of MTP arrays that are live at the same time as the logits.
 
-    TPUs add the gradients of all heads in place; GPUs need one more copy of the head gradient, and
-    CPUs two. On TPUs, the logits of the ordinary head are kept for its gradient, which is computed
-    after the MTP heads, unless the logits are computed in blocks.
+    TPUs add the gradients of all heads in place. GPUs need one more copy of the head gradient,
+    unless the logits are computed in blocks, and CPUs need two. On TPUs, the logits of the ordinary
+    head are kept for its gradient, which is computed after the MTP heads, unless the logits are
+    computed in blocks.
     """
     if not sizes.layers.mtp:
         return 0.0
-    copies = {"tpu": 0, "cpu": 2}.get(platform, 1)
+    copies = {"tpu": 0, "cpu": 2}.get(platform, int(loss_blocks(sizes) == 1))
     pending = copies * 4.0 * sizes.trained.head_elements(whole=True)
     if platform == "tpu" and loss_blocks(sizes) == 1:
         pending += 4.0 * loss_tokens(sizes) * sizes.params.vocabulary
@@ -636,7 +657,9 @@ def _logits(sizes: Sizes, platform: str) -> float:
     else:  # logits, and their gradient in the compute dtype
         most = size * pairs + max(4.0 * pairs, gradient)
     if loss_blocks(sizes) > 1:
-        # Count the inputs and outputs of all blocks, and the sums over blocks and heads.
-        sums = (platform != "tpu") + (sizes.layers.mtp_heads > 0)
+        # Count the inputs and outputs of all blocks, and the sums over blocks and heads. GPUs use
+        # one buffer for both sums.
+        has_mtp = sizes.layers.mtp_heads > 0
+        sums = {"tpu": has_mtp, "cpu": 1 + has_mtp}.get(platform, 1)
         most += gradient * sums + 2 * size * sizes.activations.whole_hidden
     return most + size * matrix * gathers + _mtp_pending_bytes(sizes, platform)

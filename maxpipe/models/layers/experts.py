@@ -274,6 +274,13 @@ class Experts(Part):
         return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
 
     @property
+    def gpu_peak(self) -> Held:
+        """Return the arrays that are live on a GPU with kernels. Tokens sent to other devices need
+        no copy.
+        """
+        return self._with_rows(6.0, placed=2.0)
+
+    @property
     def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
         """Return the arrays while tokens are received from other devices, while the gates are
         differentiated, while the inputs' cotangents are computed, and during the weight gradients.
