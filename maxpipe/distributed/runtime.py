@@ -211,6 +211,13 @@ v5p, the 32 MiB limit saves 1 to 2%, but nothing for models with experts
 (`benchmarks/tpu_step.md`)."""
 
 
+_GPU_OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
+"""Overlap the exchange of one chunk of tokens with the experts of another. Without this option,
+XLA orders a quarter of the transfers so that no computation is left to overlap with. The option
+makes a step on one H100 1% slower (`benchmarks/gpu_checklist.md`), and does not change how XLA
+overlaps the gathers and reductions of dense models."""
+
+
 def compiler_options(
     platform: str,
     kind: str,
@@ -218,15 +225,20 @@ def compiler_options(
     d_model: int,
     spares_memory: bool = False,
     in_8_bits: bool = False,
-) -> dict[str, str]:
+    has_chunks: bool = False,
+) -> dict[str, str | bool]:
     """Return the XLA options of the train step for a platform and device kind.
 
     `spares_memory` reduces memory use at the cost of more cycles. `in_8_bits` indicates that some
-    matmuls are 8-bit. The gains are compiler estimates (`benchmarks/tpu_step.py`; decision 31).
+    matmuls are 8-bit, and `has_chunks` that tokens are sent to experts in chunks. The gains are
+    compiler estimates (`benchmarks/tpu_step.py`; decision 31).
     """
+    if platform in ("gpu", "cuda"):
+        return dict(_GPU_OVERLAP) if has_chunks else {}
     if platform != "tpu":
         return {}
-    options = _LOW_MEMORY_OPTIONS if spares_memory else _ASYNC_OPTIONS.get(kind, _ASYNC_ALL_TO_ALL)
+    options: dict[str, str | bool] = {}
+    options |= _LOW_MEMORY_OPTIONS if spares_memory else _ASYNC_OPTIONS.get(kind, _ASYNC_ALL_TO_ALL)
     options = options | (_FUSED_DOWNCAST if in_8_bits else {})
     if kind not in _LARGE_VMEM_KINDS:
         return options

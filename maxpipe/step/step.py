@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float
 
 from maxpipe.config.sections.layer_stats import LayerStatsConfig
 from maxpipe.distributed.runtime import compiler_options
+from maxpipe.models.layers.experts import Experts
 from maxpipe.models.spec import Follows, Model
 from maxpipe.nn.decoder import MTP
 from maxpipe.optim.guard import MOMENTUM, check_step, select_update
@@ -302,6 +303,12 @@ class Steps(StateLayout):
             d_model=config.d_model,
             spares_memory=self.engine.remat_policy.remat == "chunk",
             in_8_bits=config.matmul != "default",
+            has_chunks=self.param_layout.mesh.shape["expert"] > 1
+            and any(
+                isinstance(part, Experts) and part.token_chunks > 1
+                for kind in self.param_layout.decoder.model.layer_types.values()
+                for part in kind.parts.values()
+            ),
         )
 
     def _eval_schedule(self, rows: int) -> Schedule:

@@ -317,9 +317,11 @@ def test_port_in_use_is_config_error():
     assert_error(ran.stderr, names=[f"port {port} cannot be used here", cause], suggests=action)
 
 
-def test_compiler_options_are_for_tpus_only() -> None:
-    assert runtime.compiler_options("cpu", "cpu", d_model=8) == {}
+def test_compiler_options_depend_on_device_and_model() -> None:
+    assert runtime.compiler_options("cpu", "cpu", d_model=8, has_chunks=True) == {}
     assert runtime.compiler_options("gpu", "NVIDIA H100", d_model=8) == {}
+    chunked = runtime.compiler_options("gpu", "NVIDIA H100", d_model=8, has_chunks=True)
+    assert chunked == {"xla_gpu_enable_latency_hiding_scheduler": True}
     old, new, small = (
         runtime.compiler_options("tpu", kind, d_model=4096)
         for kind in ("TPU v4", "TPU v5", "TPU v5 lite")
