@@ -322,8 +322,8 @@ class ControlChannel:
             return self._state.stop_at is not None and self._answered >= self._state.stop_at
 
     def is_stop_requested(self) -> bool:
-        """Return whether this process knows of a request to stop. Other processes may not yet know
-        of it.
+        """Return whether this process has received a request to stop, which other processes may not
+        have received yet.
         """
         return self._state.asked
 
