@@ -42,9 +42,10 @@ class MixtureConfig:
         default="auto", metadata=renamed_from(values={"all": "dense"})
     )
     """Method for dispatching tokens to experts without a capacity limit. `grouped` sorts tokens by
-    expert and applies only the selected experts (see `backend`). `dense` applies every expert to
-    every token. `auto` uses `grouped` if there are at least twice as many experts as `top_k`."""
-    backend: ExpertBackend = "auto"
+    expert and applies only the selected experts (see `expert_backend`). `dense` applies every
+    expert to every token. `auto` uses `grouped` if there are at least twice as many experts as
+    `top_k`."""
+    expert_backend: ExpertBackend = "auto"
     """Implementation of the matmuls of grouped dispatch. `auto` uses megablox kernels on TPUs,
     Triton kernels on NVIDIA GPUs, and `loop` elsewhere. `loop` multiplies blocks of rows in a loop,
     on any platform. `ragged_dot` uses XLA's operation of this name; where XLA has no kernel, the
@@ -53,7 +54,7 @@ class MixtureConfig:
     """Implementation of the all-to-all with expert parallelism. `auto` sends only the used rows on
     TPUs and NVIDIA GPUs (ragged all-to-all), and complete buffers elsewhere. `padded` always sends
     complete buffers."""
-    token_chunks: int = 1
+    all_to_all_chunks: int = 1
     """Number of chunks into which the tokens of a microbatch are divided with expert parallelism
     (`mesh.ici_expert`). The tokens of one chunk can be exchanged while the experts process another
     chunk. Must divide the number of tokens per sequence on a device."""
@@ -84,7 +85,7 @@ MOE_BOUNDS = (
     Bound("d_expert", 0, 0, why="0 uses model.d_mlp", axis="mlp"),
     Bound("capacity_factor", 1.25, 0, LARGEST, "0 drops no token"),
     Bound("all_to_all_capacity_factor", 2, 0, LARGEST, "0 drops no token"),
-    Bound("token_chunks", 2, 1, 64),
+    Bound("all_to_all_chunks", 2, 1, 64),
     Bound("z_loss_weight", 0.001, 0, LARGEST, "0 only logs the z-loss"),
     Bound("load_balance_loss_weight", 0.01, 0, LARGEST, "0 only logs this loss"),
 )
@@ -109,9 +110,9 @@ def experts(config: ModelConfig, own: MixtureConfig, **options: Any) -> Experts:
         own.capacity_factor,
         own.all_to_all_capacity_factor,
         dispatch=own.dispatch,
-        backend=own.backend,
+        backend=own.expert_backend,
         all_to_all=own.all_to_all,
-        token_chunks=own.token_chunks,
+        all_to_all_chunks=own.all_to_all_chunks,
         load_balance_scope=own.load_balance_scope,
         **options,
     )

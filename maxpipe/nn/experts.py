@@ -374,10 +374,10 @@ class Experts(SpecModule):
         """
         part, params = self.part, self._params(x)
         if context.cache is not None:
-            part = replace(part, capacity=0.0, send_capacity_factor=0.0, token_chunks=1)
+            part = replace(part, capacity=0.0, send_capacity_factor=0.0, all_to_all_chunks=1)
         # Sequences that evaluations score can have other lengths than those in training.
-        chunks = math.gcd(part.token_chunks, x.shape[1])
-        part = replace(part, token_chunks=chunks)
+        chunks = math.gcd(part.all_to_all_chunks, x.shape[1])
+        part = replace(part, all_to_all_chunks=chunks)
         # Padding must not consume capacity that real tokens need.
         segments = context.inputs["segment_ids"]
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
@@ -402,7 +402,7 @@ class Experts(SpecModule):
         """
         x, places, weights = chunk
         rows, tokens = x.shape[:2]
-        whole = tokens * part.token_chunks * axis_size(CONTEXT)
+        whole = tokens * part.all_to_all_chunks * axis_size(CONTEXT)
         room = part.send_capacity(axis_size(EXPERT), rows, tokens, whole)
         received, sent = dispatch_tokens(x, places, weights, room, part.all_to_all)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))

@@ -228,7 +228,7 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
         # The forward pass exchanges token counts, which are needed by ragged transfers and the
         # backward pass.
         counted = ragged or sizes.config.pipeline.remat == "none"
-        calls, chunks = (4 + counted, 3 + ragged, 3), part.token_chunks
+        calls, chunks = (4 + counted, 3 + ragged, 3), part.all_to_all_chunks
         yield TokenExchange(
             CommVolume(axes, 2 * width + 2 * routes, chunks * calls[0], is_all_to_all=True),
             CommVolume(axes, width + 2 * routes, chunks * calls[1], is_all_to_all=True),

@@ -305,7 +305,7 @@ class Steps(StateLayout):
             in_8_bits=config.matmul != "default",
             has_chunks=self.param_layout.mesh.shape["expert"] > 1
             and any(
-                isinstance(part, Experts) and part.token_chunks > 1
+                isinstance(part, Experts) and part.all_to_all_chunks > 1
                 for kind in self.param_layout.decoder.model.layer_types.values()
                 for part in kind.parts.values()
             ),

@@ -34,16 +34,21 @@ _SIZES = (200, 0, 77, 107)
 def expert_check(model: Model, dtype: str, tensor: int = 1, family: str = "moe") -> KernelCheck:
     """Return the check of all experts whose tokens are sorted by expert.
 
-    The loop is not checked; CPUs use the loop unless `backend` selects another implementation.
+    The loop is not checked. CPUs use the loop, unless `expert_backend` selects another
+    implementation.
     `tensor` is the number of devices that share the hidden width of an expert.
     """
-    cases = [*_cases(model, tensor)]
+    cases, key = [*_cases(model, tensor)], f"model.{family}.expert_backend"
     return KernelCheck(
         "experts",
         [f"{part.backend} {part.d_model} x {width}" for part, width in cases],
         lambda: [each for case in cases for each in _compare(*case, dtype)],
         lambda rule: ConfigError.one(
-            Code.MODEL_EXPERTS, key := f"model.{family}.backend", None, rule, f"Set {key}=loop."
+            Code.MODEL_EXPERTS,
+            key := f"model.{family}.expert_backend",
+            None,
+            rule,
+            f"Set {key}=loop.",
         ),
     )
 
@@ -55,18 +60,13 @@ def exchange_check(model: Model, mesh: Mesh, dtype: str, family: str = "moe") ->
         for kind in model.layer_types.values()
         for part in kind.parts.values()
     )
+    key = f"model.{family}.all_to_all"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return KernelCheck(
         "all-to-all",
         [f"ragged over {axes}"] if is_ragged and mesh.shape[EXPERT] > 1 else [],
         lambda: [compare_exchanges(mesh, dtype)],
-        lambda rule: ConfigError.one(
-            Code.MODEL_EXPERTS,
-            key := f"model.{family}.all_to_all",
-            None,
-            rule,
-            f"Set {key}=padded.",
-        ),
+        lambda rule: ConfigError.one(Code.MODEL_EXPERTS, key, None, rule, f"Set {key}=padded."),
         mesh,
     )
 

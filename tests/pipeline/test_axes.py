@@ -110,14 +110,14 @@ EXPERT = [
 ]
 
 
-CHUNKED = replace(GROUPED, num_experts=6, token_chunks=4)
+CHUNKED = replace(GROUPED, num_experts=6, all_to_all_chunks=4)
 EXPERT += [
     Case(1, 1, 1, expert=3, own=CHUNKED, layers=3),
     Case(2, 2, 3, expert=2, own=CHUNKED, layers=5, fsdp=2, gather="step", remat="names"),
     Case(2, 1, 3, expert=2, own=CHUNKED, layers=4, schedule="zb_h1", remat="none"),
     Case(4, 2, 5, expert=2, own=CHUNKED, layers=9, schedule="zb_v"),
-    Case(2, 1, 3, expert=2, own=replace(ALIKE, token_chunks=2), layers=3, context=2),
-    Case(2, 1, 3, expert=2, own=replace(LATENT, token_chunks=2), layers=5, tensor=2),
+    Case(2, 1, 3, expert=2, own=replace(ALIKE, all_to_all_chunks=2), layers=3, context=2),
+    Case(2, 1, 3, expert=2, own=replace(LATENT, all_to_all_chunks=2), layers=5, tensor=2),
 ]
 
 

@@ -24,7 +24,7 @@ from tests.train.runs import Start, wait_for_outputs, write_module
 
 
 def model_of(backend: Any, **changes: Any) -> Model:
-    own = MoeConfig(num_experts=4, top_k=2, d_expert=24, backend=backend, **changes)
+    own = MoeConfig(num_experts=4, top_k=2, d_expert=24, expert_backend=backend, **changes)
     return describe(replace(MODEL, family="moe", own=own))
 
 
@@ -114,11 +114,11 @@ ragged_dot.grouped_outer = lambda *given, **how: 1.01 * right(*given, **how)
 def test_run_with_wrong_backend_does_not_start(tiny: Path, tmp_path: Path, start: Start) -> None:
     modules = write_module(tmp_path / "modules", BROKEN)
     given = (tiny, f"run.dir={tmp_path}", "train.steps=2", "eval.batches=0", "eval.every=0")
-    given += ("model.family=moe", "model.moe.num_experts=4", "model.moe.backend=ragged_dot")
+    given += ("model.family=moe", "model.moe.num_experts=4", "model.moe.expert_backend=ragged_dot")
     given += ("mesh.cpu_devices=1", "mesh.ici_stage=1", "pipeline.microbatches=1")
     process = start("train", *given, modules=modules)
     (output,) = wait_for_outputs([process])
     assert process.returncode == 2, output
-    assert "model.moe.backend" in output and "ragged_dot has errors of" in output
-    assert "Set model.moe.backend=loop." in output and "Traceback" not in output
+    assert "model.moe.expert_backend" in output and "ragged_dot has errors of" in output
+    assert "Set model.moe.expert_backend=loop." in output and "Traceback" not in output
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

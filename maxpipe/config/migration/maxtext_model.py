@@ -196,6 +196,8 @@ def _experts(c: Conversion, section: str, layers: int) -> None:
             f"experts: the value is multiplied by num_experts_per_tok and divided by {layers} "
             "layers, over which MaxText averages.",
         )
+    if c["num_moe_token_chunks"] > 1:
+        c.write(f"{section}.all_to_all_chunks", c["num_moe_token_chunks"], "num_moe_token_chunks")
     limit = c["capacity_factor"]
     is_dropless = limit <= 0 or c["sparse_matmul"]
     c.write(f"{section}.capacity_factor", 0.0 if is_dropless else limit, "capacity_factor")

@@ -465,10 +465,10 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
 @rule(*MODEL_KEYS, "train.sequence_length", *axis_keys("context"))
 def _chunks_divide_tokens(config: Config) -> Iterator[RuleViolation]:
     parts = (part for part in layer_parts(config) if isinstance(part, Experts))
-    chunks = max((part.token_chunks for part in parts), default=1)
+    chunks = max((part.all_to_all_chunks for part in parts), default=1)
     tokens = config.train.sequence_length // (axis_size(config.mesh, "context") or 1)
     if tokens % chunks:
-        key = f"model.{config.model.family}.token_chunks"
+        key = f"model.{config.model.family}.all_to_all_chunks"
         yield RuleViolation(
             Code.MODEL_SIZES,
             key,

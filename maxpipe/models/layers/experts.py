@@ -96,7 +96,7 @@ class Experts(Part):
     all_to_all: AllToAll = "auto"
     """Whether only the used rows are exchanged, where the platform supports this, or full
     buffers."""
-    token_chunks: int = 1
+    all_to_all_chunks: int = 1
     """Number of chunks in which tokens are sent to experts on other devices."""
     groups: Groups | None = None
     """Expert groups for group-limited routing. If None, a token can select any experts."""
@@ -278,7 +278,7 @@ class Experts(Part):
         """Return the arrays that are live on a GPU with kernels. Tokens sent to other devices need
         no copy, unless chunks are in flight.
         """
-        return self._with_rows(6.0, placed=2.0 + 0.75 * (self.token_chunks > 1))
+        return self._with_rows(6.0, placed=2.0 + 0.75 * (self.all_to_all_chunks > 1))
 
     @property
     def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
