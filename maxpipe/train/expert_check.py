@@ -43,13 +43,7 @@ def expert_check(model: Model, dtype: str, tensor: int = 1, family: str = "moe")
         "experts",
         [f"{part.backend} {part.d_model} x {width}" for part, width in cases],
         lambda: [each for case in cases for each in _compare(*case, dtype)],
-        lambda rule: ConfigError.one(
-            Code.MODEL_EXPERTS,
-            key := f"model.{family}.expert_backend",
-            None,
-            rule,
-            f"Set {key}=loop.",
-        ),
+        lambda rule: ConfigError.one(Code.MODEL_EXPERTS, key, None, rule, f"Set {key}=loop."),
     )
 
 
