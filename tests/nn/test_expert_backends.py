@@ -136,19 +136,30 @@ def test_megablox_tile_sizes() -> None:
     assert megablox.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
 
 
-def test_triton_tile_sizes() -> None:
-    """Operands of all stages fit into the shared memory of a multiprocessor (A100: 164 KiB)."""
-    bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+KINDS = {"NVIDIA L4": 99, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA H100 80GB HBM3": 227, "": 99}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_tiles_fit_into_shared_memory(kind: str) -> None:
+    """Operands of all stages are in the shared memory of a multiprocessor."""
+    shared = triton.shared_bytes(kind)
+    assert shared == KINDS[kind] * 1024
     shapes = [(65536, 128, 2048, 768), (16384, 8, 4096, 14336), (64, 128, 2048, 768), (9, 3, 6, 10)]
-    for dtype in (bf16, fp32):
+    for dtype in (jnp.dtype("bfloat16"), jnp.dtype("float32")):
         for num_rows, num_experts, first, second in shapes:
-            tiles = triton.matmul_tiles(num_rows, num_experts, first, second, dtype)
+            tiles = triton.matmul_tiles(num_rows, num_experts, first, second, dtype, shared)
             m, k, n, _, stages = tiles
-            assert (m * k + k * n) * dtype.itemsize * stages <= 160 * 2**10
+            assert (m * k + k * n) * dtype.itemsize * stages <= shared
             m, k, n, _, stages = triton.outer_tiles(first, second, dtype)
-            assert m * (k + n) * dtype.itemsize * stages <= 160 * 2**10
-    assert triton.matmul_tiles(65536, 128, 2048, 768, bf16)[:3] == (128, 64, 256)
-    assert triton.matmul_tiles(64, 128, 2048, 768, bf16)[0] == 16
+            assert m * (k + n) * dtype.itemsize * stages <= shared
+
+
+def test_triton_tile_sizes() -> None:
+    bf16, large, small = jnp.dtype("bfloat16"), 227 * 1024, 99 * 1024
+    assert triton.matmul_tiles(65536, 128, 2048, 768, bf16, large)[:3] == (128, 64, 256)
+    assert triton.matmul_tiles(65536, 128, 2048, 768, bf16, small)[:3] == (128, 64, 128)
+    assert triton.matmul_tiles(65536, 128, 2048, 640, bf16, large)[:3] == (128, 64, 128)
+    assert triton.matmul_tiles(64, 128, 2048, 768, bf16, large)[0] == 16
 
 
 def test_wasted_rows_are_bounded() -> None:

@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,23 +44,48 @@ class Tiles(NamedTuple):
 
 _ROW_TILES_PER_GROUP = 8
 """Number of row tiles whose programs are interleaved, so that they share weights in the cache."""
+_NUM_STAGES = 3
 _SMALLEST = 16
 """Smallest tile size that a tensor core supports."""
 
 
-def matmul_tiles(num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any) -> Tiles:
-    """Return the tile sizes of `grouped_matmul`.
+_KIB = 1024
+_SHARED_BYTES = {r"A100|A800": 163 * _KIB, r"H100|H200|H800|B100|B200|B300": 227 * _KIB}
+"""Shared memory in bytes that a kernel can use, keyed by pattern of device kinds. Sources: NVIDIA's
+CUDA programming guide, limits by compute capability."""
+_SMALLEST_SHARED_BYTES = 99 * _KIB
+"""Shared memory of all other devices since compute capability 8.6."""
+
+
+def shared_bytes(kind: str | None = None) -> int:
+    """Return the shared memory in bytes that a kernel can use on a device kind (default: the
+    device kind of the current mesh, which need not be present).
+    """
+    if kind is None:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        kind = (device and device.device_kind) or ""
+    found = (size for pattern, size in _SHARED_BYTES.items() if re.search(pattern, kind))
+    return next(found, _SMALLEST_SHARED_BYTES)
+
+
+def matmul_tiles(
+    num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any, shared: int
+) -> Tiles:
+    """Return the tile sizes of `grouped_matmul`; `shared` is the shared memory of the device.
 
     Row tiles are at most as large as the mean number of rows per expert, because a tile is
     processed once for each expert whose rows it contains.
     """
-    wide = jnp.dtype(dtype).itemsize > 2
-    rows = _power_of_two(num_rows / num_experts, 64 if wide else 128)
-    columns = _power_of_two(width, 64 if wide or rows < 128 or width % 256 else 256)
-    if not wide and columns == 64:
-        columns = _power_of_two(width, 128)
-    num_warps = 8 if rows * columns >= 128 * 256 else 4
-    return Tiles(rows, _power_of_two(contracted, 32 if wide else 64), columns, num_warps, 3)
+    size = jnp.dtype(dtype).itemsize
+    rows = _power_of_two(num_rows / num_experts, 128 if size <= 2 else 64)
+    inner = _power_of_two(contracted, 64 if size <= 2 else 32)
+
+    def fits(columns: int) -> bool:
+        return size * inner * (rows + columns) * _NUM_STAGES <= shared
+
+    wide = size <= 2 and rows == 128 and width % 256 == 0 and fits(256)
+    columns = _power_of_two(width, 256 if wide else 128 if size <= 2 else 64)
+    return Tiles(rows, inner, columns, 8 if rows * columns >= 128 * 256 else 4, _NUM_STAGES)
 
 
 def outer_tiles(first: int, second: int, dtype: Any) -> Tiles:
@@ -67,7 +93,7 @@ def outer_tiles(first: int, second: int, dtype: Any) -> Tiles:
     wide = jnp.dtype(dtype).itemsize > 2
     largest = 64 if wide else 128
     tiles = _power_of_two(first, largest), _power_of_two(second, largest)
-    return Tiles(32 if wide else 64, *tiles, num_warps=4, num_stages=3)
+    return Tiles(32 if wide else 64, *tiles, num_warps=4, num_stages=_NUM_STAGES)
 
 
 def _power_of_two(size: float, largest: int) -> int:
@@ -94,7 +120,9 @@ def grouped_matmul(
     """
     num_rows, contracted = rows.shape
     width = weights.shape[1 if transposed and dim == 0 else 0 if transposed else 2]
-    tiles = tiles or matmul_tiles(num_rows, len(sizes), contracted, width, rows.dtype)
+    if tiles is None:
+        shared = shared_bytes()
+        tiles = matmul_tiles(num_rows, len(sizes), contracted, width, rows.dtype, shared)
     steps = make_block_steps(sizes, num_rows, tiles.rows)
     num_steps = num_block_steps(num_rows, len(sizes), tiles.rows)
     kernel = partial(
