@@ -57,13 +57,14 @@ _SMALLEST_SHARED_BYTES = 99 * _KIB
 """Shared memory of all other devices since compute capability 8.6."""
 
 
-def shared_bytes(kind: str | None = None) -> int:
-    """Return the shared memory in bytes that a kernel can use on a device kind (default: the
-    device kind of the current mesh, which need not be present).
-    """
-    if kind is None:
-        device = jax.sharding.get_abstract_mesh().abstract_device
-        kind = (device and device.device_kind) or ""
+def device_kind() -> str:
+    """Return the device kind of the current mesh, whose devices need not be present, or ""."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "" if device is None else str(device.device_kind or "")
+
+
+def shared_bytes(kind: str) -> int:
+    """Return the shared memory in bytes that a kernel can use on a device kind."""
     found = (size for pattern, size in _SHARED_BYTES.items() if re.search(pattern, kind))
     return next(found, _SMALLEST_SHARED_BYTES)
 
@@ -121,7 +122,7 @@ def grouped_matmul(
     num_rows, contracted = rows.shape
     width = weights.shape[1 if transposed and dim == 0 else 0 if transposed else 2]
     if tiles is None:
-        shared = shared_bytes()
+        shared = shared_bytes(device_kind())
         tiles = matmul_tiles(num_rows, len(sizes), contracted, width, rows.dtype, shared)
     steps = make_block_steps(sizes, num_rows, tiles.rows)
     num_steps = num_block_steps(num_rows, len(sizes), tiles.rows)
