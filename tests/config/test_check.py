@@ -607,6 +607,8 @@ def test_sharding_that_splits_quantization_blocks_is_rejected(given: str, words:
     [
         ("", "", ""),
         ("mesh.ici_fsdp=2 mesh.ici_tensor=2", "", ""),
+        ("model.mtp_heads=2 model.mtp_kind=layer", "", ""),
+        ("model.mtp_heads=2 model.mtp_kind=projection", "", ""),
         ("model.matmul_scales=tensor", "model.matmul_scales", "has no effect"),
         ("model.head_dim=16", "model.matmul", "head_dim of layers.attention.query (16) must be"),
         ("model.head_dim=16 model.matmul_parts=mlp", "", ""),

@@ -462,6 +462,8 @@ def _microscaling_blocks_fit(config: Config) -> Iterator[RuleViolation]:
         return
     table, tensor_sizes = axis_table(mesh), {"tensor": axis_size(mesh, "tensor") or 1}
     for name, param in declared(describe(model)).items():
+        if "ahead" in param.axes:  # MTP layers have the sizes of the last layer
+            continue
         is_expert = param.expert_dim >= 0
         if not is_expert and (
             not param.num_contracted_dims or (model.matmul_parts == "mlp" and param.is_of_heads)
