@@ -1,4 +1,4 @@
-"""Measure int8 and fp8 matmuls: losses over 500 steps, and cycles estimated by the TPU compiler.
+"""Measure low-precision matmuls: losses over 500 steps, and cycles from the TPU compiler.
 
     python benchmarks/low_precision.py            # prints the tables
     python benchmarks/low_precision.py --write    # and writes benchmarks/low_precision.md
@@ -29,6 +29,8 @@ WAYS = {
     "int8, tensor": ("model.matmul=int8", "model.matmul_scales=tensor"),
     "fp8, channel": ("model.matmul=fp8",),
     "fp8, block, same": ("model.matmul=fp8", "model.matmul_scales=block", SAME),
+    "mxfp8": ("model.matmul=mxfp8",),
+    "mxfp8, same": ("model.matmul=mxfp8", SAME),
 }
 COMPILED: dict[str, tuple[str, ...]] = {
     "default": (),

@@ -39,6 +39,11 @@ class Hardware:
     """Regular expression that matches jax's `device_kind`."""
     bf16_tflops: float
     """Peak rate of dense bf16 matmuls, in TFLOP/s."""
+    fp8_tflops: float = 0.0
+    """Peak rate of dense fp8 matmuls with `channel` or `tensor` scales, in TFLOP/s. 0 if they run
+    at the rate of bf16 matmuls."""
+    mxfp8_tflops: float = 0.0
+    """Peak rate of dense mxfp8 matmuls, in TFLOP/s. 0 if they run at the rate of bf16 matmuls."""
     memory_gib: float
     memory_gb_per_second: float
     links: int
@@ -150,6 +155,11 @@ class Hardware:
     def flops(self) -> float:
         """Return the peak bf16 FLOP/s."""
         return self.bf16_tflops * 1e12
+
+    def matmul_speedup(self, number_format: str) -> float:
+        """Return the peak matmul rate in a format of `model.matmul`, relative to bf16."""
+        rates = {"fp8": self.fp8_tflops, "mxfp8": self.mxfp8_tflops}
+        return (rates.get(number_format) or self.bf16_tflops) / self.bf16_tflops
 
     @property
     def memory_bytes(self) -> float:

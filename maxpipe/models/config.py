@@ -63,12 +63,15 @@ class ModelConfig:
     printed at the start of a run."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and of the weights used in matmuls."""
-    matmul: Literal["default", "int8", "fp8"] = "default"
+    matmul: Literal["default", "int8", "fp8", "mxfp8"] = "default"
     """Number format of the projection matmuls in attention, MLPs and experts. `default` uses
     `model.compute_dtype`. `int8` and `fp8` quantize the inputs to 8 bits with one scale per token;
-    `fp8` uses e5m2 for cotangents and e4m3 for all other inputs. The following always use
-    `model.compute_dtype`: the embedding, the router, the output heads, the score and value matmuls
-    of attention, linear attention, and the projections to latents."""
+    `fp8` uses e5m2 for cotangents and e4m3 for all other inputs. `mxfp8` uses e4m3 with one
+    power-of-two scale per 32 numbers along the contracted dim (OCP Microscaling v1.0), for which
+    Blackwell GPUs have matmul instructions. Other devices multiply dequantized inputs, which is not
+    faster than `default`. With `mxfp8`, every shard of a contracted dim must be a multiple of 32.
+    The following always use `model.compute_dtype`: the embedding, the router, the output heads, the
+    score and value matmuls of attention, linear attention, and the projections to latents."""
     matmul_parts: Literal["all", "mlp"] = "all"
     """Projections quantized by `model.matmul`: all of them, or only the projections of MLPs and
     experts (`mlp`). For attention projections, quantizing the inputs costs about as much time as
@@ -78,10 +81,12 @@ class ModelConfig:
     `tensor` uses one scale per matrix, so the forward and backward passes share one 8-bit matrix.
     `block` uses power-of-two scales for blocks of 128 x 128 weights and of 128 activations along
     the contracted dim. `block` only simulates the format: it dequantizes and multiplies in
-    `model.compute_dtype`, so it is not faster. Ignored if `model.matmul` is `default`."""
+    `model.compute_dtype`, so it is not faster. `mxfp8` defines its own scales and requires
+    `channel`. Ignored if `model.matmul` is `default`."""
     matmul_weight_gradients: Literal["default", "same"] = "default"
     """Number format of the weight-gradient matmuls: `default` uses `model.compute_dtype`, and
-    `same` uses the format of `model.matmul`. Ignored if `model.matmul` is `default`."""
+    `same` uses the format of `model.matmul`. With `mxfp8`, blocks then consist of 32 tokens of the
+    same sequence. Ignored if `model.matmul` is `default`."""
     param_dtype: Dtype = "float32"
     """Dtype in which parameters and optimizer state are stored."""
     frozen: list[str] = field(default_factory=list, hash=False)  # lists are not hashable

@@ -175,7 +175,7 @@ class Block(nnx.Module):
                 if is_part:
                     output = module(output.x, context)
                     continue
-                if context.quantizer is not None and isinstance(module, RMSNorm):
+                if isinstance(module, RMSNorm) and context.has_token_scales:
                     context = replace(context, max_abs=module.max_abs(output.x))
                 output = output._replace(x=module(output.x))
         return output
@@ -331,7 +331,7 @@ class Decoder:
         """
         quantizer = make_quantizer(self.config)
         is_token_sharded = any(dict(self.rules.table).get("sequence", ()))
-        if quantizer is None or quantizer.scales == "block" or is_token_sharded:
+        if quantizer is None or not quantizer.can_prequantize or is_token_sharded:
             return self._declared(lambda param: 0)
         is_quantized = lambda param: quantizer.attention or not param.is_of_heads  # noqa: E731
         dims = self._declared(lambda param: param.num_contracted_dims if is_quantized(param) else 0)

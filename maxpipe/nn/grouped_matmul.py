@@ -71,14 +71,17 @@ class GroupedMatmulOptions(NamedTuple):
             rows, (1,), over=self.axes if divided else (), gradient=gradient
         )
 
-    def quantize_weights(self, weights: Array, dim: int) -> Array:
-        """Quantize weights whose expert dim is `dim`; the matmul contracts dim `1 - dim`."""
+    def quantize_weights(self, weights: Array, dim: int, *, back: bool = False) -> Array:
+        """Quantize weights whose expert dim is `dim`; the forward matmul contracts dim `1 - dim`.
+
+        `back` means that the matmul computes the rows' gradient.
+        """
         if self.quantizer is None:
             return weights
         over = () if dim == 1 else self.axes
         around = self.axes
         return self.quantizer.quantize_dequantize_weight(
-            weights, (1 - dim,), each=(dim,), over=over, around=around
+            weights, (1 - dim,), each=(dim,), over=over, around=around, back=back
         )
 
 
@@ -122,7 +125,7 @@ def _up_projection_backward(
         outputs = [
             spread.multiply(
                 spread.quantize_rows(cotangent, divided=True, gradient=True),
-                spread.quantize_weights(weight, 1),
+                spread.quantize_weights(weight, 1, back=True),
                 sizes,
                 dim=1,
                 transposed=True,
@@ -182,7 +185,7 @@ def _down_projection_backward(
 
     def to_hidden(cotangents: Array, weight: Array, sizes: Array) -> Array:
         cotangents = spread.quantize_rows(cotangents, gradient=True)
-        weight = spread.quantize_weights(weight, 0)
+        weight = spread.quantize_weights(weight, 0, back=True)
         return spread.multiply(cotangents, weight, sizes, dim=0, transposed=True)
 
     to_hidden = map_shards(to_hidden, (_WHOLE, split, _WHOLE), split)

@@ -44,6 +44,11 @@ class LayerContext:
     recorder: ActivationRecorder | None = None
     """Recorder of activation statistics, or None in steps without layer statistics."""
 
+    @property
+    def has_token_scales(self) -> bool:
+        """Return whether matmuls read the largest magnitude of each token."""
+        return self.quantizer is not None and self.quantizer.has_token_scales
+
     def record(self, name: str, x: Float[Array, "B T *dims"]) -> None:
         """Record the statistics of an activation, if there is a recorder."""
         if self.recorder is not None:

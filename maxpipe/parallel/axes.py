@@ -203,6 +203,9 @@ QUANTIZATION_BLOCK = 128
 """Number of elements along a dim that share one scale if `model.matmul_scales=block`. If this
 number does not divide the size of the dim, the largest power of two that divides both is used."""
 
+MICROSCALING_BLOCK = 32
+"""Number of elements along a contracted dim that share one scale if `model.matmul=mxfp8`."""
+
 
 def device_count_rule(needed: int, devices: int, kind: str) -> str:
     """Return the rule of the error for a mesh that does not match the number of devices."""

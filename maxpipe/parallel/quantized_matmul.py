@@ -4,7 +4,9 @@ Every token has a separate scale in the forward and backward passes, so results 
 other sequences in the batch nor on sharding. With `channel` and `tensor` scales, the 8-bit operands
 are multiplied and the scales are applied to the sums. With `block` scales, each block along the
 contracted dim is rounded to 8-bit numbers times a power of two. The dequantized operands are then
-multiplied in the activation dtype, which represents them exactly.
+multiplied in the activation dtype, which represents them exactly. With `mxfp8`, each block of 32
+numbers along the contracted dim has its own scale, and GPUs multiply the scaled blocks
+(`block_scales`).
 
 Sources: scaled integers, arXiv:1712.05877; fp8 with e5m2 gradients, arXiv:2209.05433; blocks,
 DeepSeek-V3 (arXiv:2412.19437) and the OCP microscaling formats.
@@ -23,7 +25,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from maxpipe.parallel import block_scales
 from maxpipe.parallel.axes import QUANTIZATION_BLOCK
+from maxpipe.parallel.block_scales import MatmulSharding, OperandSpecs, QuantizedArray
 from maxpipe.parallel.collectives import axis_size, mark_varying, max_over, with_layout
 from maxpipe.parallel.mesh import CONTEXT
 
@@ -40,13 +44,33 @@ Dims = Sequence[int]
 class MatmulQuantizer:
     """Quantizer for the operands of matmuls."""
 
-    format: Literal["int8", "fp8"]
+    format: Literal["int8", "fp8", "mxfp8"]
     scales: Literal["channel", "tensor", "block"]
-    """Granularity of the weight scales."""
+    """Granularity of the weight scales. Ignored by mxfp8, which defines its own blocks."""
     weight_gradients: bool
     """Whether the matmuls that compute weight gradients are quantized."""
     attention: bool = True
     """Whether the attention projections are quantized."""
+
+    @property
+    def is_microscaled(self) -> bool:
+        """Return whether each block along the contracted dim has its own scale, as in mxfp8."""
+        return self.format == "mxfp8"
+
+    @property
+    def can_prequantize(self) -> bool:
+        """Return whether a quantized weight is an 8-bit array with scales."""
+        return self.is_microscaled or self.scales != "block"
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Return whether every token has one scale."""
+        return self.can_prequantize and not self.is_microscaled
+
+    @property
+    def reuses_token_operands(self) -> bool:
+        """Return whether weight gradients reuse the quantized operands of other matmuls."""
+        return self.weight_gradients and self.has_token_scales
 
     def operand_dtype(self, *, gradient: bool = False) -> Any:
         """Return the operands' 8-bit dtype, which is e5m2 for fp8 gradients without blocks."""
@@ -65,6 +89,8 @@ class MatmulQuantizer:
         """Quantize with one scale per token. `most` is the maximum absolute value in each token, if
         known.
         """
+        if self.is_microscaled:
+            return block_scales.quantize_blocks(x, -1)
         most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
         quantized = quantize_array(
             x, range(2, x.ndim), self.operand_dtype(gradient=gradient), over, most
@@ -83,15 +109,19 @@ class MatmulQuantizer:
         *,
         over: Sequence[str] = (),
         around: Sequence[str] = (),
+        sharding: MatmulSharding | None = None,
     ) -> ScaledMatmul:
         """Return the matmul that contracts the last `dims` dims of `x` with the first `dims` dims
         of `weight`.
 
         Mesh axes in `over` shard the contracted dims. Mesh axes in `around` shard any dims of the
-        weight. The caller must sum the result over the axes in `over`.
+        weight. The caller must sum the result over the axes in `over`. Only mxfp8 reads `sharding`,
+        which is None if the sharding is unknown.
         """
         ndim = x.values.ndim if isinstance(x, QuantizedArray) else x.ndim
         summed = tuple(range(ndim - dims, ndim)), tuple(range(dims))
+        if self.is_microscaled:
+            return self._microscaled_matmul(x, weight, summed, sharding)
         if self.scales == "block":
             assert not isinstance(weight, QuantizedWeight) and not isinstance(x, QuantizedArray)
             operand = quantize_dequantize_blocks(x, summed[0][-1:], self.operand_dtype())
@@ -117,16 +147,19 @@ class MatmulQuantizer:
         *,
         over: Sequence[str] = (),
         around: Sequence[str] = (),
+        sharding: MatmulSharding | None = None,
     ) -> ScaledMatmul:
         """Return the matmul that computes the gradient of `matmul` with respect to `x`.
 
         `dims` is the number of dims in `K`. Mesh axes in `over` shard `N`. Mesh axes in `around`
-        shard `N` or `K`.
+        shard `N` or `K`. `sharding` is described in `matmul`.
         """
         outputs = tuple(range(dims, weight.ndim))
         ndim = cotangent.values.ndim if isinstance(cotangent, QuantizedArray) else cotangent.ndim
         summed = tuple(range(ndim - len(outputs), ndim)), outputs
         kind = self.operand_dtype(gradient=True)
+        if self.is_microscaled:
+            return self._microscaled_matmul(cotangent, weight, summed, sharding, back=True)
         if self.scales == "block":
             assert not isinstance(weight, QuantizedWeight) and not isinstance(
                 cotangent, QuantizedArray
@@ -142,6 +175,21 @@ class MatmulQuantizer:
         of_mine = operand.scales.reshape(*operand.values.shape[: summed[0][0]], *(1,) * dims)
         of_weight = theirs.scales.reshape(theirs.scales.shape[:dims])
         return ScaledMatmul(TokenOperand(operand.values, of_mine), theirs.values, of_weight, summed)
+
+    def _microscaled_matmul(
+        self,
+        tokens: Array | QuantizedArray,
+        weight: Weight,
+        summed: tuple[Dims, Dims],
+        sharding: MatmulSharding | None,
+        *,
+        back: bool = False,
+    ) -> ScaledMatmul:
+        if not isinstance(tokens, QuantizedArray):
+            tokens = self.quantize_tokens(tokens)
+        theirs = self.quantize_weight_operand(weight, summed[1], back=back)
+        specs = sharding and (sharding.of_tokens(summed[1]), sharding.weight)
+        return ScaledMatmul(TokenOperand(*tokens), *theirs, summed, True, specs)
 
     def _quantize_dequantize_squares(self, weight: Array, dims: int) -> Array:
         return quantize_dequantize_blocks(weight, (dims - 1, weight.ndim - 1), self.operand_dtype())
@@ -168,7 +216,8 @@ class MatmulQuantizer:
             for each in [range(first)]
             for summed in (inside, outputs)
         )
-        return QuantizedWeight(forward, None if self.scales == "tensor" else back)
+        is_shared = self.scales == "tensor" and not self.is_microscaled
+        return QuantizedWeight(forward, None if is_shared else back)
 
     def quantize_weight_operand(
         self,
@@ -185,6 +234,8 @@ class MatmulQuantizer:
         """
         if isinstance(weight, QuantizedWeight):
             return weight.backward if back and weight.backward is not None else weight.forward
+        if self.is_microscaled:
+            return block_scales.quantize_blocks(weight, summed[-1])
         if self.scales == "tensor":
             whole = [dim for dim in range(weight.ndim) if dim not in each]
             return quantize_array(weight, whole, self.operand_dtype(), around)
@@ -195,6 +246,8 @@ class MatmulQuantizer:
     ) -> Array:
         """Quantize `x` with one scale over `dims`, and dequantize it to the dtype of `x`."""
         kind = self.operand_dtype(gradient=gradient)
+        if self.is_microscaled:
+            return block_scales.quantize_dequantize(x, dims[-1])
         if self.scales == "block":
             return quantize_dequantize_blocks(x, dims[-1:], kind)
         values, scale = quantize_array(x, dims, kind, over)
@@ -208,10 +261,17 @@ class MatmulQuantizer:
         each: Dims = (),
         over: Sequence[str] = (),
         around: Sequence[str] = (),
+        back: bool = False,
     ) -> Array:
-        """Quantize and dequantize a weight; `inside` are the contracted dims, and `each` the batch
-        dims.
+        """Quantize and dequantize a weight; `inside` are the contracted dims of the forward matmul,
+        and `each` the batch dims.
+
+        `back` means that the matmul computes the input gradient. It matters only for mxfp8, whose
+        blocks then lie along an output dim.
         """
+        if self.is_microscaled:
+            outputs = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
+            return block_scales.quantize_dequantize(weight, (outputs if back else inside)[-1])
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())
@@ -226,6 +286,7 @@ class MatmulQuantizer:
         into: bool,
         over: Sequence[str] = (),
         most: Float[Array, "B T 1"] | None = None,
+        sharding: MatmulSharding | None = None,
     ) -> Float[Array, "*I *O"]:
         """Return a float32 weight gradient, summed over sequences and tokens.
 
@@ -236,7 +297,16 @@ class MatmulQuantizer:
         the mesh axes in `over`. The outer operand is pre-multiplied by the inner operand's
         per-token scales and quantized with one scale per sequence. `most` contains the maximum
         absolute value in each token of the outer operand, if known.
+
+        With mxfp8, both operands are quantized in blocks of tokens of the same sequence. `sharding`
+        is described in `matmul`.
         """
+        if self.is_microscaled:
+            assert not isinstance(x, QuantizedArray) and not isinstance(cotangent, QuantizedArray)
+            dims = x.ndim - 2
+            specs = sharding and sharding.of_weight_grad(dims, dims + cotangent.ndim - 2)
+            left, right = (block_scales.quantize_blocks(each, 1) for each in (x, cotangent))
+            return block_scales.matmul(left, right, ((0, 1), (0, 1)), specs)
         moved = (CONTEXT,) if axis_size(CONTEXT) > 1 else ()
         inside, other = (cotangent, x) if into else (x, cotangent)
         assert not isinstance(other, QuantizedArray)
@@ -276,13 +346,6 @@ class MatmulQuantizer:
         shape = (*(other if into else inside).shape[2:], *(inside if into else other).shape[2:])
         add = lambda total, row: (total + of_row(row), None)  # noqa: E731
         return lax.scan(add, mark_varying(jnp.zeros(shape, jnp.float32)), rows)[0]
-
-
-class QuantizedArray(NamedTuple):
-    """8-bit numbers, and the float32 scales by which they are multiplied."""
-
-    values: Array
-    scales: Array
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -343,9 +406,18 @@ class ScaledMatmul(NamedTuple):
     weight: Array
     weight_scales: Float[Array, ...] | None
     contracted_dims: tuple[Dims, Dims]
+    is_microscaled: bool = False
+    """Whether blocks along the last contracted dim have their own scales."""
+    specs: OperandSpecs | None = None
+    """Specs of the operands, if known. Only set if `is_microscaled` is set."""
 
     def compute_for(self, rows: TokenOperand) -> Float[Array, ...]:
         """Compute the float32 result for a subset of the tokens."""
+        if self.is_microscaled:
+            assert rows.scales is not None and self.weight_scales is not None
+            left = QuantizedArray(rows.values, rows.scales)
+            right = QuantizedArray(self.weight, self.weight_scales)
+            return block_scales.matmul(left, right, self.contracted_dims, self.specs)
         product = _dot_general(rows.values, self.weight, self.contracted_dims)
         for scale in (rows.scales, self.weight_scales):
             product = product if scale is None else product * scale
@@ -436,53 +508,79 @@ def matmuls(
     dims: int,
     how: MatmulQuantizer,
     into: bool,
+    shardings: Shardings = (),
 ) -> list[Float[Array, "B T *N"]]:
     """Multiply `x` by each weight with `MatmulQuantizer.matmul`, preserving the dtype of `x`.
 
     If `into` is set, the weights are input projections of attention or an MLP. `most` is the
-    maximum absolute value in each token, if known.
+    maximum absolute value in each token, if known. `shardings` contains the sharding of each
+    weight (`MatmulQuantizer.matmul`), or is empty.
     """
-    return list(_matmuls(x, most, tuple(weights), dims, how, into))
+    shardings = tuple(shardings) or (None,) * len(weights)
+    return list(_matmuls(x, most, tuple(weights), dims, how, into, shardings))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+Shardings = Sequence[MatmulSharding | None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _matmuls(
-    x: Array, most: Any, weights: tuple[Weight, ...], dims: int, how: MatmulQuantizer, into: bool
+    x: Array,
+    most: Any,
+    weights: tuple[Weight, ...],
+    dims: int,
+    how: MatmulQuantizer,
+    into: bool,
+    shardings: Shardings,
 ) -> tuple[Array, ...]:
     quantized: Array | QuantizedArray = x
-    if how.scales != "block":
+    if how.can_prequantize:
         quantized = how.quantize_tokens(x, most)
         # Store the rounded input if several matmuls share it. If there is only one matmul, XLA can
         # fuse the rounding into it.
         quantized = lax.optimization_barrier(quantized) if into else quantized
     return tuple(
-        how.matmul(quantized, weight, dims).compute().astype(x.dtype) for weight in weights
+        how.matmul(quantized, weight, dims, sharding=sharding).compute().astype(x.dtype)
+        for weight, sharding in zip(weights, shardings, strict=True)
     )
 
 
 def _matmuls_forward(
-    x: Array, most: Any, weights: tuple[Weight, ...], dims: int, how: MatmulQuantizer, into: bool
+    x: Array,
+    most: Any,
+    weights: tuple[Weight, ...],
+    dims: int,
+    how: MatmulQuantizer,
+    into: bool,
+    shardings: Shardings,
 ) -> Any:
-    products = _matmuls(x, most, weights, dims, how, into)
+    products = _matmuls(x, most, weights, dims, how, into, shardings)
     return products, (x, most, tuple(map(weight_residual, weights)))
 
 
 def _matmuls_backward(
-    dims: int, how: MatmulQuantizer, into: bool, saved: Any, cotangents: tuple[Array, ...]
+    dims: int,
+    how: MatmulQuantizer,
+    into: bool,
+    shardings: Shardings,
+    saved: Any,
+    cotangents: tuple[Array, ...],
 ) -> Any:
     x, most, weights = saved
     d_xs, d_weights = [], []
-    for cotangent, weight in zip(cotangents, weights, strict=True):
+    for cotangent, weight, sharding in zip(cotangents, weights, shardings, strict=True):
         quantized: Array | QuantizedArray = cotangent
-        if how.scales != "block":
+        if how.can_prequantize:
             quantized = how.quantize_tokens(cotangent, gradient=True)
             quantized = lax.optimization_barrier(quantized)
         # Without the barrier, reductions over a token's full width, as in norms, would be fused
         # into the matmul and slow it down.
-        d_x = how.input_grad(quantized, weight.weight, dims).compute().astype(x.dtype)
+        product = how.input_grad(quantized, weight.weight, dims, sharding=sharding)
+        d_x = product.compute().astype(x.dtype)
         d_xs.append(lax.optimization_barrier(d_x))
-        inside = quantized if into and how.weight_gradients else cotangent
-        make = partial(weight_grad, x, inside, how, into=into, most=most if into else None)
+        inside = quantized if into and how.reuses_token_operands else cotangent
+        most_of_x = most if into else None
+        make = partial(weight_grad, x, inside, how, into=into, most=most_of_x, sharding=sharding)
         d_weights.append(weight.gradient(make, x.dtype))
     return sum(d_xs[1:], d_xs[0]), None, tuple(d_weights)
 
@@ -519,10 +617,11 @@ def weight_grad(
     into: bool,
     over: Sequence[str] = (),
     most: Array | None = None,
+    sharding: MatmulSharding | None = None,
 ) -> Float[Array, "*I *O"]:
     """Return a weight's gradient, from quantized operands if `weight_gradients` is set."""
     if how.weight_gradients:
-        return how.weight_grad(x, cotangent, into=into, over=over, most=most)
+        return how.weight_grad(x, cotangent, into=into, over=over, most=most, sharding=sharding)
     # Without the barrier, XLA for TPU would fuse the producers of both operands, although other
     # matmuls already store the operands.
     x, cotangent = lax.optimization_barrier((x, cotangent))
@@ -558,7 +657,7 @@ def _quantized_einsum_backward(
 ) -> tuple[Array, Array]:
     (x, weight), dims = saved, _EinsumDims.from_equation(form)
     rounded = how.quantize_dequantize_weight(
-        weight, dims.contracted_of_weight, each=dims.batch_of_weight
+        weight, dims.contracted_of_weight, each=dims.batch_of_weight, back=True
     )
     (d_x,) = jax.vjp(lambda x: jnp.einsum(form, x, rounded), x)[1](
         how.quantize_dequantize(cotangent, dims.contracted_of_result, gradient=True)

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from maxpipe.parallel import collective_matmul, quantized_matmul
+from maxpipe.parallel.block_scales import MatmulSharding
 from maxpipe.parallel.collective_matmul import TOKEN_DIM
 from maxpipe.parallel.collectives import map_shards
 from maxpipe.parallel.lora_weight import LoraWeight, base_weights
@@ -71,10 +72,8 @@ class SequenceParallel:
         return _reduce_scatter_tokens(x, self.axis) if self.axis else x
 
     def can_prequantize(self, weights: Sequence[Weight | LoraWeight]) -> bool:
-        """Return whether the input can be quantized just once for the matmuls with all these
-        weights.
-        """
-        if self.axis or self.quantizer is None or self.quantizer.scales == "block":
+        """Return whether the inputs of all these matmuls have one scale per token."""
+        if self.axis or self.quantizer is None or not self.quantizer.has_token_scales:
             return False
         return not any(isinstance(weight, LoraWeight) for weight in weights)
 
@@ -108,7 +107,7 @@ class SequenceParallel:
         specs = tuple(map(self._spec, axes))
         split = [number for number, spec in enumerate(specs) if any(spec)]
         if not self.axis or not split:
-            return self._matmuls(x, weights, into=True, most=largest)
+            return self._matmuls(x, weights, axes, into=True, most=largest)
         chosen = tuple(specs[number] for number in split)
         how = _ShardedMatmul(self.axis, self.rules.collective_matmul, chosen, self.quantizer)
         quantized = dict(
@@ -116,7 +115,9 @@ class SequenceParallel:
         )
         # Multiply each device's local tokens by replicated weights.
         return [
-            quantized[number] if number in quantized else self._matmuls(x, [weight], into=True)[0]
+            quantized[number]
+            if number in quantized
+            else self._matmuls(x, [weight], [axes[number]], into=True)[0]
             for number, weight in enumerate(weights)
         ]
 
@@ -128,7 +129,7 @@ class SequenceParallel:
             return self._row_parallel(x, weight, axes)
         how, product = replace(self, quantizer=None), self._row_parallel(x, weight.weight, axes)
         inner = how._row_parallel(weight.apply_dropout(x), weight.down, (*axes[:-1], None))
-        return weight.combine(product, how._matmuls(inner, [weight.up], into=False)[0])
+        return weight.combine(product, how._matmuls(inner, [weight.up], [], into=False)[0])
 
     def unsharded_matmul(
         self, x: Float[Array, "B T *K"], weight: Array | LoraWeight, dims: int = 1
@@ -151,12 +152,14 @@ class SequenceParallel:
                 weight,
                 _ShardedMatmul(self.axis, self.rules.collective_matmul, (spec,), self.quantizer),
             )
-        return self.split_tokens(self._matmuls(x, [weight], weight.ndim - 1, into=False)[0])
+        (product,) = self._matmuls(x, [weight], [axes], weight.ndim - 1, into=False)
+        return self.split_tokens(product)
 
     def _matmuls(
         self,
         x: Array,
         weights: Sequence[Weight],
+        axes: Sequence[LogicalAxes],
         dims: int = 1,
         *,
         into: bool,
@@ -166,7 +169,8 @@ class SequenceParallel:
         compiler.
         """
         if self.quantizer is not None:
-            return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
+            shardings = tuple(map(self._matmul_sharding, axes))
+            return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into, shardings)
         arrays = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
         assert len(arrays) == len(weights)
         # Flattening sequences and sharded tokens into one dim would require communication.
@@ -174,6 +178,15 @@ class SequenceParallel:
         if self.rules.flattens_tokens and not divided:
             return _flattened_matmuls(x, arrays, dims)
         return [jnp.tensordot(x, weight, dims) for weight in arrays]
+
+    def _matmul_sharding(self, axes: LogicalAxes) -> MatmulSharding | None:
+        """Return the compiler's sharding of a matmul, or None if it also shards sequences."""
+        automatic = auto_axes()
+        if not automatic.isdisjoint(TOKEN_AXES):
+            return None
+        return MatmulSharding(
+            restrict_spec(self.rules.spec(axes), (*automatic,)), self.axis or None
+        )
 
     def _spec(self, axes: LogicalAxes) -> PartitionSpec:
         return restrict_spec(self.rules.spec(axes), (self.axis,))

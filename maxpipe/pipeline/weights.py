@@ -173,7 +173,8 @@ def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSh
     rounded = low.quantize_weight(shard, division.num_stacked, division.contracted_dims, over, dim)
 
     def whole(leaf: jax.Array) -> jax.Array:
-        if not sharded or leaf.shape[dim] == 1 != shard.shape[dim]:
+        is_shared = leaf.shape[dim] == 1 != shard.shape[dim] and not low.is_microscaled
+        if not sharded or is_shared:
             return mark_varying(leaf)  # all shards of the dim share one scale
         entries = [*division.auto_axes, *[None] * leaf.ndim][: leaf.ndim]
         entries = [

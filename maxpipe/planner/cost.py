@@ -24,8 +24,9 @@ import numpy as np
 from maxpipe.hardware import MIB, Hardware
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.mlp import GatedMLP
-from maxpipe.models.spec import LayerType, Scores
+from maxpipe.models.spec import LayerType, Param, Scores
 from maxpipe.planner.memory import Memory, loss_blocks, predict_memory, state_bytes
+from maxpipe.planner.memory_terms import is_multiplied_in_8_bits
 from maxpipe.planner.sizes import Sizes
 from maxpipe.planner.traffic import (
     CommVolume,
@@ -268,7 +269,9 @@ class LayerCost:
         if last.post_norm is not None or not isinstance(last.part, GatedMLP):
             return 0.0
         down = sizes.mesh.elements(last.part.params["down"].dims, whole=True)
-        matmul = self.model.roofline_seconds(2.0 * sizes.batch.tokens * down, 0.0)
+        flops = 2.0 * sizes.batch.tokens * down
+        flops *= self._relative_duration(last.part.params["down"])
+        matmul = self.model.roofline_seconds(flops, 0.0)
         return matmul + self._sums / len(self._kind.branches)
 
     @cached_property
@@ -301,14 +304,46 @@ class LayerCost:
 
     @cached_property
     def matmul_seconds(self) -> float:
-        """Return the time in seconds of a forward pass, excluding attention scores and kernels."""
+        """Return the time in seconds of a forward pass, excluding attention scores and kernels.
+
+        Matmuls in 8 bits run at the peak rate of their format. The time to quantize activations is
+        not included.
+        """
+        return self._matmul_seconds(self._saved_flops)
+
+    def _matmul_seconds(self, saved_flops: float) -> float:
         model, sizes, parts = self.model, self.model.sizes, self._kind.parts.values()
         elements = sizes.params.computed_elements(self.name)
         flops = 2.0 * sizes.batch.tokens * elements + self._plain_flops
         flops += 2.0 * sum(map(sizes.activations.products, parts))
         weights = sizes.params.layer_elements(self.name, whole=True)
         moved = sizes.activations.itemsize * weights + self.moved_bytes
-        return self.size_factor * self.split_factor * model.roofline_seconds(flops, moved)
+        seconds = model.roofline_seconds(flops - saved_flops, moved)
+        return self.size_factor * self.split_factor * seconds
+
+    @cached_property
+    def _saved_flops(self) -> float:
+        """Return the time that 8-bit matmuls save in a forward pass, in FLOPs at the bf16 rate."""
+        sizes = self.model.sizes
+        params = (param for param in self._kind.params.values() if sizes.params.includes(param))
+        saved = sum(
+            (1 - self._relative_duration(param)) * sizes.mesh.elements(param.dims, whole=True)
+            for param in params
+        )
+        return 2.0 * sizes.batch.tokens * saved
+
+    def _relative_duration(self, param: Param) -> float:
+        """Return the duration of a parameter's matmul, relative to its duration in bf16."""
+        config = self.model.sizes.config.model
+        in_8_bits = is_multiplied_in_8_bits(config, param)
+        return 1 / self.model.hardware.matmul_speedup(config.matmul) if in_8_bits else 1.0
+
+    @cached_property
+    def _weight_grad_seconds(self) -> float:
+        """Return the time in seconds of the weight gradients of a fully trained layer."""
+        is_same = self.model.sizes.config.model.matmul_weight_gradients == "same"
+        matmuls = self.matmul_seconds if is_same else self._matmul_seconds(0.0)
+        return self.model.hardware.weight_grad_cost * (matmuls + self.score_seconds)
 
     @cached_property
     def moved_bytes(self) -> float:
@@ -426,7 +461,7 @@ class LayerCost:
             + self.score_recompute_seconds
         )
         inputs += KERNEL_BACKWARD.get(hardware.platform, 2.5) * kernel
-        weights = hardware.weight_grad_cost * self._trained_share * (self.seconds - kernel)
+        weights = self._trained_share * self._weight_grad_seconds
         weights += self.accumulation
         both = max(inputs, inputs + weights - hardware.deferred_cost * self.seconds)
         own = {"F": self.forward, "B": both, "I": inputs, "W": weights}[action]

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from maxpipe.hardware import GIB
+from maxpipe.models.config import ModelConfig
 from maxpipe.models.spec import Param
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, state_arrays
-from maxpipe.parallel.axes import axis_table, find_zero1_dim
+from maxpipe.parallel.axes import MICROSCALING_BLOCK, axis_table, find_zero1_dim
 from maxpipe.planner.sizes import ParameterCounts, Sizes
 
 
@@ -282,7 +283,7 @@ def gathered_bytes(
             count
             * (
                 gathered_itemsize(sizes, param) * sizes.mesh.elements(param.dims, whole=True)
-                + 4 * _scales(sizes, param)
+                + _scale_bytes(sizes, param)
             )
             for kind, count in layers.items()
             for param in sizes.model.layer_types[kind].params.values()
@@ -307,14 +308,33 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
     """Return whether a parameter is gathered in 8 bits; see `Decoder.contracted_dims`."""
     model = sizes.config.model
+    return is_multiplied_in_8_bits(model, param) and not sizes.config.mesh.sequence_parallel
+
+
+def is_multiplied_in_8_bits(model: ModelConfig, param: Param) -> bool:
+    """Return whether the matmul of a parameter multiplies 8-bit numbers."""
     rounded = model.matmul != "default" and model.matmul_scales != "block"
     rounded &= model.matmul_parts == "all" or not param.is_of_heads
-    return rounded and param.num_contracted_dims > 0 and not sizes.config.mesh.sequence_parallel
+    return rounded and param.num_contracted_dims > 0
 
 
-def _scales(sizes: Sizes, param: Param) -> int:
-    """Return the number of scales of an 8-bit parameter."""
-    if not _is_quantized(sizes, param) or sizes.config.model.matmul_scales == "tensor":
-        return int(_is_quantized(sizes, param))
+def block_scale_bytes(sizes: Sizes, param: Param) -> float:
+    """Return the bytes of the block scales that are gathered with a parameter: one byte per block,
+    for the forward and the backward matmul.
+    """
+    if sizes.config.model.matmul != "mxfp8" or not _is_quantized(sizes, param):
+        return 0.0
+    return 2 * sizes.mesh.elements(param.dims, whole=True) / MICROSCALING_BLOCK
+
+
+def _scale_bytes(sizes: Sizes, param: Param) -> float:
+    """Return the bytes of the scales of an 8-bit parameter."""
+    if not _is_quantized(sizes, param):
+        return 0.0
+    model = sizes.config.model
+    if model.matmul == "mxfp8":
+        return block_scale_bytes(sizes, param)
+    if model.matmul_scales == "tensor":
+        return 4.0
     sides = param.dims[: param.num_contracted_dims], param.dims[param.num_contracted_dims :]
-    return sum(sizes.mesh.elements(dims, whole=True) for dims in sides)
+    return 4.0 * sum(sizes.mesh.elements(dims, whole=True) for dims in sides)

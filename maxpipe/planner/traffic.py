@@ -19,7 +19,7 @@ from maxpipe.models.spec import Param, Scores
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, matrix_dims
 from maxpipe.parallel.axes import axis_table
 from maxpipe.planner.memory import loss_blocks
-from maxpipe.planner.memory_terms import gathered_itemsize, zero1_dim
+from maxpipe.planner.memory_terms import block_scale_bytes, gathered_itemsize, zero1_dim
 from maxpipe.planner.sizes import Sizes
 from maxpipe.schedule.table import Schedule
 
@@ -126,6 +126,7 @@ def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tup
         if axes := mesh.gathered_over(param.dims):
             itemsize = size or gathered_itemsize(sizes, param)
             whole = itemsize * mesh.elements(param.dims, whole=True)
+            whole += 0.0 if size else block_scale_bytes(sizes, param)
             before = merged.get(axes, CommVolume(axes, 0.0, 0))
             sent = before.num_bytes + mesh.ring_share(axes) * whole
             merged[axes] = CommVolume(axes, sent, before.num_collectives + 1)

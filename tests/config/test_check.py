@@ -614,6 +614,42 @@ def test_sharding_that_splits_quantization_blocks_is_rejected(given: str, words:
     assert [words in rule for rule in found] == ([True] if words else [])
 
 
+@pytest.mark.parametrize(
+    ("given", "key", "words"),
+    [
+        ("", "", ""),
+        ("mesh.ici_fsdp=2 mesh.ici_tensor=2", "", ""),
+        ("model.mtp_heads=2 model.mtp_kind=layer", "", ""),
+        ("model.mtp_heads=2 model.mtp_kind=projection", "", ""),
+        ("model.matmul_scales=tensor", "model.matmul_scales", "has no effect"),
+        ("model.head_dim=16", "model.matmul", "head_dim of layers.attention.query (16) must be"),
+        ("model.head_dim=16 model.matmul_parts=mlp", "", ""),
+        (
+            "mesh.ici_fsdp=8",
+            "model.matmul",
+            "(128) must be a multiple of 256: each of its 8 shards",
+        ),
+        ("mesh.ici_fsdp=8 mesh.ici_tensor=2 mesh.sequence_parallel=true", "", ""),
+        ("mesh.ici_tensor=4", "model.matmul", "dim mlp of layers.mlp.gate (192) must be"),
+        ("train.sequence_length=80", "", ""),
+        (
+            "train.sequence_length=80 model.matmul_weight_gradients=same",
+            "model.matmul",
+            "train.sequence_length (80) must be a multiple of 32.",
+        ),
+        (
+            "train.sequence_length=96 mesh.ici_context=2 model.matmul_weight_gradients=same",
+            "model.matmul",
+            "a multiple of 128: each of its 4 shards",
+        ),
+    ],
+)
+def test_mxfp8_needs_complete_blocks(given: str, key: str, words: str) -> None:
+    found = problems(["model.matmul=mxfp8", "model.head_dim=32", *given.split()])
+    assert [each.where.endswith(key) for each in found] == [True] * bool(words)
+    assert all(words in each.rule for each in found)
+
+
 def test_freezing_all_parameters_reports_only_model_frozen() -> None:
     assert [each.where for each in problems(["model.frozen=['*']"])] == [
         "command line: model.frozen"

@@ -445,6 +445,17 @@ def test_maxtext_value_without_equivalent_is_an_error(override: str, words: str)
     assert key in str(caught.value) or "fsdp" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["mx", "quantize.linear.mx"])
+def test_torchtitan_mx_converter_becomes_mxfp8(name: str) -> None:
+    settings = from_torchtitan("llama3_8b", f"model.converters=[{name}]").settings
+    assert settings["model.matmul"].value == "mxfp8"
+    assert settings["model.matmul_weight_gradients"].value == "same"
+    with pytest.raises(ConfigError, match="has no equivalent"):
+        from_torchtitan(
+            "llama3_8b", f"model.converters=[{name}]", "quantize.linear.mx.recipe_name=nvfp4"
+        )
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -455,7 +466,7 @@ def test_maxtext_value_without_equivalent_is_an_error(override: str, words: str)
         ("lr_scheduler.warmup_steps=x", "must be an integer"),
         ("optimizer.name=Adam", "not supported"),
         ("training.stepz=3", "Did you mean training.steps?"),
-        ("model.converters=[mx]", "has no equivalent"),
+        ("model.converters=[nvfp4]", "has no equivalent"),
         ("training.dtype=float16", "not supported"),
         ("parallelism.data_parallel_shard_degree=3", "does not divide the devices"),
         ("training.global_batch_size=3", "must be a multiple of 8"),

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.parallel import quantized_matmul
+from maxpipe.models.moe import MoeConfig
+from maxpipe.parallel import block_scales, quantized_matmul
+from maxpipe.parallel.block_scales import QuantizedArray
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GROUPED, QWEN2, ROOM, V3
@@ -18,7 +20,15 @@ from tests.pipeline.test_families import GROUPED, QWEN2, ROOM, V3
 INT8, FP8 = ("int8", "channel", "default"), ("fp8", "channel", "default")
 TENSOR, SAME = ("int8", "tensor", "default"), ("int8", "channel", "same")
 BLOCK, ALL = ("fp8", "block", "same"), ("fp8", "tensor", "same")
+MXFP8, MXFP8_SAME = ("mxfp8", "channel", "default"), ("mxfp8", "channel", "same")
 ROOM4 = replace(ROOM, num_experts=4)
+
+
+def wide(config: MoeConfig) -> MoeConfig:
+    """Return the config with experts whose shards consist of complete blocks."""
+    return replace(config, d_expert=16)
+
+
 CASES = [
     Case(1, 1, 2, low=INT8),
     Case(2, 2, 4, low=SAME, fsdp=2, data=2, gather="step"),
@@ -34,6 +44,15 @@ CASES = [
     Case(2, 1, 3, low=BLOCK, own=ROOM, tensor=2),
     Case(1, 1, 2, low=TENSOR, own=ROOM4, tensor=2, expert=2, layers=4),
     Case(2, 1, 3, low=FP8, own=V3, expert=2),
+    Case(1, 1, 2, low=MXFP8_SAME),
+    Case(2, 2, 4, low=MXFP8_SAME, fsdp=2, data=2, gather="step"),
+    Case(2, 1, 3, low=MXFP8_SAME, fsdp=2, tensor=2, schedule="zb_h1", remat="names"),
+    Case(2, 2, 4, low=MXFP8, split="ring", tensor=2, idle="compute", remat="names"),
+    Case(2, 2, 3, low=MXFP8_SAME, split="sequence", tensor=2, schedule="zb_v", gather="window"),
+    Case(2, 1, 3, low=MXFP8_SAME, fsdp=2, context=2, length=16, gather="window", remat="chunk"),
+    Case(2, 1, 3, low=MXFP8, low_parts="mlp", own=wide(GROUPED), tensor=2, fsdp=2),
+    Case(2, 1, 3, low=MXFP8, own=wide(ROOM), tensor=2),
+    Case(1, 1, 2, low=MXFP8, own=wide(ROOM4), tensor=2, expert=2, layers=4),
 ]
 
 
@@ -50,11 +69,24 @@ def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(quantized_matmul, "_round_to_dtype", wave)
     monkeypatch.setattr(quantized_matmul, "_next_power_of_two", lambda x: x)  # also a step function
     monkeypatch.setattr(quantized_matmul, "QUANTIZATION_BLOCK", 4)
+
+    def quantize_blocks(x: jax.Array, dim: int) -> QuantizedArray:
+        dim %= x.ndim
+        split = block_scales._split_blocks(x.astype(jnp.float32), dim)
+        most = jnp.abs(split).max(dim + 1, keepdims=True)
+        scales = quantized_matmul.compute_scale(most, jnp.float8_e4m3fn)
+        values = wave(split / scales, jnp.float8_e4m3fn).reshape(x.shape)
+        return QuantizedArray(values, scales.squeeze(dim + 1))
+
+    monkeypatch.setattr(block_scales, "MICROSCALING_BLOCK", 4)
+    monkeypatch.setattr(block_scales, "quantize_blocks", quantize_blocks)
+    monkeypatch.setattr(block_scales, "multiply_by_scales", lambda values, scales: values * scales)
+    monkeypatch.setattr(block_scales, "_multiply", block_scales._multiply_dequantized)
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("case", keeping(CASES, 4), ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 4, 15), ids=str)
 def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)

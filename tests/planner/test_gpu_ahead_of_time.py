@@ -57,6 +57,16 @@ def test_traffic_between_gpu_hosts_is_labeled_dcn() -> None:
     assert moved["reduce-scatter", "fsdp"]["link"] == "ici"
 
 
+def test_mxfp8_matmuls_compile_to_kernels_with_sharded_weights() -> None:
+    sizes = ("mesh.ici_stage=1", "mesh.ici_fsdp=2", "mesh.ici_tensor=2")
+    same = ("model.matmul=mxfp8", "model.matmul_weight_gradients=same")
+    found = compiled("--topology", "b200:4", *sizes, *same)
+    # Forward, input gradient, weight gradient, and the recomputed forward without the last matmul.
+    layer, down = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384, 128 * 384
+    tokens = 32 * 128 / 4
+    assert found["kernel_flops"] == pytest.approx(2 * tokens * 8 * (4 * layer - down))
+
+
 @pytest.mark.skipif(not has_cudnn(), reason=f"needs cuDNN: {INSTALL}")
 def test_cudnn_attention_compiles_with_sharded_heads() -> None:
     """jax's own partitioning rule for the kernel fails in this case, at the first step of a run."""

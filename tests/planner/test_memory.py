@@ -197,6 +197,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "repeats": 5, "weight_gather": "window", "group": 2},
     ),
+    (
+        {"matmul": "mxfp8", "head_dim": 32},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "weight_gather": "step"},
+    ),
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({"mtp_heads": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (

@@ -126,6 +126,22 @@ def test_predicted_times_have_expected_order() -> None:
     assert seconds() < seconds(across)
 
 
+def test_predicted_times_depend_on_the_matmul_format() -> None:
+    def layers(device: str, **model: str) -> float:
+        config = config_of({"ici_fsdp": 8}, microbatches=2)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+        return evaluate(config, published_hardware()[device]).cost.parts["layers"]
+
+    plain = layers("b200")
+    assert layers("h100", matmul="mxfp8") == layers("h100") == layers("h100", matmul="int8")
+    assert layers("h100", matmul="fp8") < layers("h100")
+    assert layers("b200", matmul="fp8", matmul_scales="block") == plain
+    part = layers("b200", matmul="mxfp8", matmul_parts="mlp")
+    everything = layers("b200", matmul="mxfp8")
+    same = layers("b200", matmul="mxfp8", matmul_weight_gradients="same")
+    assert plain / 2 < same < everything < part < plain
+
+
 @pytest.mark.long
 def test_search_finds_layout_at_least_as_fast_as_given() -> None:
     topology = parse_topology("v5p:2x4x4")

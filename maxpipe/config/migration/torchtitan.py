@@ -332,10 +332,13 @@ def _remat(c: Conversion) -> None:
     c.differs(theirs, why)
 
 
+_UNQUANTIZED = "the output projection and the router always use model.compute_dtype."
+
+
 def _quantization(c: Conversion) -> None:
     theirs = "model.converters"
     names = [str(name).removeprefix("quantize.linear.") for name in c[theirs]]
-    if unknown := [name for name in names if name != "float8"]:
+    if unknown := [name for name in names if name not in ("float8", "mx")]:
         rule = f"contains {unknown[0]}, which has no equivalent."
         c.reject(theirs, rule, "Set model.converters=[].")
     elif "float8" in names:
@@ -343,8 +346,16 @@ def _quantization(c: Conversion) -> None:
         is_rowwise = str(c[recipe]).startswith("rowwise")
         c.write("model.matmul", "fp8", theirs)
         c.write("model.matmul_scales", "channel" if is_rowwise else "tensor", recipe)
-        why = "the output projection and the router always use model.compute_dtype."
-        c.differs(theirs, why)
+        c.differs(theirs, _UNQUANTIZED)
+    elif "mx" in names:
+        recipe = "quantize.linear.mx.recipe_name"
+        if not str(c[recipe]).startswith("mxfp8"):
+            c.reject(
+                recipe, "has no equivalent.", "Set quantize.linear.mx.recipe_name=mxfp8_cublas."
+            )
+        c.write("model.matmul", "mxfp8", theirs, recipe)
+        c.write("model.matmul_weight_gradients", "same", theirs)
+        c.differs(theirs, _UNQUANTIZED)
     else:
         keys = [key for key in c.given if key.startswith("quantize.")]
         c.omit("this key has no effect without model.converters.", *keys)

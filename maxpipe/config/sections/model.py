@@ -32,7 +32,13 @@ from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.param_names import declared, suggestions, trained, without_match
 from maxpipe.models.registry import FAMILIES, describe
 from maxpipe.models.spec import Part
-from maxpipe.parallel.axes import ALLOWED_AXIS_RULES, MESH_AXES, QUANTIZATION_BLOCK, axis_table
+from maxpipe.parallel.axes import (
+    ALLOWED_AXIS_RULES,
+    MESH_AXES,
+    MICROSCALING_BLOCK,
+    QUANTIZATION_BLOCK,
+    axis_table,
+)
 
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
@@ -407,7 +413,7 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
     mesh.
     """
     model, mesh, tokens = config.model, config.mesh, config.train.sequence_length
-    if model.matmul == "default" or model.matmul_scales != "block":
+    if model.matmul not in ("int8", "fp8") or model.matmul_scales != "block":
         return
     dims = {
         size
@@ -431,6 +437,66 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
                 f"{axis} would split such a block, so the loss would depend on the mesh.",
                 "Set model.matmul_scales=channel, or a mesh that does not split blocks.",
             )
+
+
+@rule("model.matmul", "model.matmul_scales")
+def _block_scaled_formats_define_scales(config: Config) -> Iterator[RuleViolation]:
+    if config.model.matmul == "mxfp8" and config.model.matmul_scales != "channel":
+        yield RuleViolation(
+            Code.MODEL_MATMUL,
+            "model.matmul_scales",
+            f"has no effect with model.matmul={config.model.matmul}, which defines its own scales.",
+            "Set model.matmul_scales=channel.",
+        )
+
+
+@rule(
+    *("mesh.sequence_parallel", "mesh.axis_rules", "train.sequence_length"),
+    *axis_keys(*_WEIGHT_AXES),
+    *MODEL_KEYS,
+)
+def _microscaling_blocks_fit(config: Config) -> Iterator[RuleViolation]:
+    """Require that every shard of a contracted dim consists of complete blocks."""
+    model, mesh = config.model, config.mesh
+    if model.matmul != "mxfp8":
+        return
+    table, tensor_sizes = axis_table(mesh), {"tensor": axis_size(mesh, "tensor") or 1}
+    for name, param in declared(describe(model)).items():
+        if "ahead" in param.axes:  # MTP layers have the sizes of the last layer
+            continue
+        is_expert = param.expert_dim >= 0
+        if not is_expert and (
+            not param.num_contracted_dims or (model.matmul_parts == "mlp" and param.is_of_heads)
+        ):
+            continue
+        dims = [dim for number, dim in enumerate(param.dims) if number != param.expert_dim]
+        # Only weights that are quantized before they are gathered are quantized in shards.
+        is_gathered = is_expert or mesh.sequence_parallel
+        for size, logical in (dims[(param.num_contracted_dims or param.linear) - 1], dims[-1]):
+            sizes = tensor_sizes if is_gathered else _sizes_over(config, logical)
+            shards = math.prod(sizes.get(axis, 1) for axis in table[logical])
+            if size % (shards * MICROSCALING_BLOCK):
+                text = f"dim {logical} of {name} ({size})"
+                yield _incomplete_blocks(text, shards, MICROSCALING_BLOCK)
+                return
+    context, tensor = axis_size(mesh, "context") or 1, tensor_sizes["tensor"]
+    # Context parallelism assigns an early and a late chunk to each device.
+    pieces = context * math.lcm(2 if context > 1 else 1, tensor if mesh.sequence_parallel else 1)
+    tokens = config.train.sequence_length
+    if model.matmul_weight_gradients == "same" and tokens % (pieces * MICROSCALING_BLOCK):
+        text = f"train.sequence_length ({tokens})"
+        yield _incomplete_blocks(text, pieces, MICROSCALING_BLOCK)
+
+
+def _incomplete_blocks(dim: str, shards: int, block: int) -> RuleViolation:
+    split = f": each of its {shards} shards consists of complete blocks" if shards > 1 else ""
+    return RuleViolation(
+        Code.MODEL_MATMUL,
+        "model.matmul",
+        f"uses one scale per {block} numbers, so {dim} must be a multiple of "
+        f"{shards * block}{split}.",
+        f"Set model.matmul=fp8, or change the size to a multiple of {shards * block}.",
+    )
 
 
 _SPLASH_BLOCK = 128
