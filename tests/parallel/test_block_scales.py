@@ -167,3 +167,41 @@ def test_gradients_match_reference_with_same_quantization(dims: int) -> None:
     ]
     for a, b in zip(wanted, found, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-6, atol=1e-5)
+
+
+def test_cuda_programs_multiply_8_bit_operands() -> None:
+    how = MatmulQuantizer("mxfp8", "channel", True)
+    run = jax.jit(lambda x, weight: matmul(x, weight, 1, how, True))
+    traced = run.trace(jnp.ones((2, 32, 64)), jnp.ones((64, 96)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @__op$block_scaled_dot") == 1 and "dot_general" not in text
+    operands = "(tensor<1x64x64xf8E4M3FN>, tensor<1x96x64xf8E4M3FN>, "
+    assert operands + "tensor<1x64x2xf8E8M0FNU>, tensor<1x96x2xf8E8M0FNU>)" in text
+
+
+@pytest.mark.parametrize("contracted", [((2,), (0,)), ((2, 3), (1, 2)), ((0, 1), (0, 1))])
+def test_kernel_operands_give_the_result_of_dequantized_operands(
+    contracted: tuple[tuple[int, ...], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled_matmul(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
+        """Compute the equivalent that the documentation of the kernel defines."""
+        left, right = (
+            x.astype(jnp.float32) * jnp.repeat(scale.astype(jnp.float32), BLOCK, axis=-1)
+            for x, scale in zip((a, b), scales, strict=True)
+        )
+        return jnp.einsum("bmk,bnk->bmn", left, right)
+
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    shapes = {
+        ((2,), (0,)): ((2, 3, 64), (64, 5, 7)),
+        ((2, 3), (1, 2)): ((2, 3, 4, 32), (6, 4, 32)),
+        ((0, 1), (0, 1)): ((2, 64, 3), (2, 64, 5, 7)),
+    }[contracted]
+    keys = jax.random.split(jax.random.key(0), 2)
+    left, right = (
+        quantize(jax.random.normal(key, shape), dims[-1])
+        for key, shape, dims in zip(keys, shapes, contracted, strict=True)
+    )
+    wanted = block_scales._multiply_dequantized(left, right, contracted)
+    found = block_scales._multiply_scaled(left, right, contracted)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
