@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from maxpipe.models.layers.experts import ExpertBackend
-from maxpipe.nn import expert_backends
+from maxpipe.nn.expert_backends import dispatch
 from maxpipe.nn.token_permutation import (
     TokenPermutation,
     custom_vjp_with_static,
@@ -44,7 +44,7 @@ class GroupedMatmulOptions(NamedTuple):
         self, rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool = False
     ) -> Array:
         """Multiply each row by its expert's weights, which may be transposed."""
-        return expert_backends.grouped_matmul(
+        return dispatch.grouped_matmul(
             rows,
             weights,
             sizes,
@@ -56,7 +56,7 @@ class GroupedMatmulOptions(NamedTuple):
 
     def outer(self, rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
         """Sum the outer products of rows and cotangents for each expert."""
-        return expert_backends.grouped_outer(
+        return dispatch.grouped_outer(
             rows, cotangents, sizes, dim=dim, filled=self.fill_fraction, backend=self.backend
         )
 

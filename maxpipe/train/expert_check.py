@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.errors import Code, ConfigError
 from maxpipe.models.layers.experts import AllToAll, Experts
 from maxpipe.models.spec import Model
-from maxpipe.nn import expert_backends
+from maxpipe.nn.expert_backends import dispatch
 from maxpipe.nn.experts import exchange_rows
 from maxpipe.parallel.collectives import all_to_all, manual_axes_of, mark_varying
 from maxpipe.parallel.mesh import EXPERT
@@ -140,8 +140,8 @@ def _compare(part: Experts, width: int, dtype: str) -> Iterator[KernelDeviation]
         def run(
             backend: Any, rows: Array, weights: Array, cotangents: Array, dim: int = dim
         ) -> list[Array]:
-            multiply = partial(expert_backends.grouped_matmul, dim=dim, backend=backend)
-            outer = partial(expert_backends.grouped_outer, dim=dim, backend=backend)
+            multiply = partial(dispatch.grouped_matmul, dim=dim, backend=backend)
+            outer = partial(dispatch.grouped_outer, dim=dim, backend=backend)
             return [
                 multiply(rows, weights, sizes),
                 multiply(cotangents, weights, sizes, transposed=True),

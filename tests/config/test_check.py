@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from maxpipe.config import check, rules
 from maxpipe.config.load import load
-from maxpipe.config.rules import BOUNDS, ITEM
-from maxpipe.config.schema import ITEM_KEYS, KEYS, Config, section_of, without_none
+from maxpipe.config.rules import BOUNDS, ITEM, NAME
+from maxpipe.config.schema import ITEM_KEYS, KEYS, NAMED_KEYS, Config, section_of, without_none
 from maxpipe.config.sections.train import TrainConfig, total_steps
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.models.param_names import declared
@@ -280,7 +280,7 @@ def test_broken_rule_is_reported_with_working_suggestion(overrides: str, key: st
     assert len(after) == len(found) - 1, "\n".join(map(str, after))
 
 
-@pytest.mark.parametrize("key", [key for key in BOUNDS if ITEM not in key])
+@pytest.mark.parametrize("key", [key for key in BOUNDS if ITEM not in key and NAME not in key])
 def test_range_error_is_reported_with_working_suggestion(key: str):
     bound = BOUNDS[key]
     assert bound.holds(bound.example)
@@ -297,6 +297,20 @@ def test_range_error_is_reported_with_working_suggestion(key: str):
         assert bound.key in suggestion(problem)
         after = problems([*family, suggestion(problem)])
         assert not [p for p in after if "must be " + str(bound) in p.rule]
+
+
+@pytest.mark.parametrize("declared_key", [key for key in BOUNDS if NAME in key])
+def test_range_error_in_named_section_has_working_suggestion(declared_key: str) -> None:
+    bound, key = BOUNDS[declared_key], declared_key.replace(f".{NAME}.", ".own.")
+    assert bound.holds(bound.example)
+    for value in (int(bound.low) - 1, bound.high * 2):
+        if bound.holds(value):
+            continue
+        found = [p for p in problems([f"{key}={value}"]) if p.where.endswith(key)]
+        (problem,) = (p for p in found if str(bound) in p.rule)
+        assert key in suggestion(problem)
+        after = problems([suggestion(problem)])
+        assert not [p for p in after if p.where.endswith(key) and "must be " in p.rule]
 
 
 @pytest.mark.fault("N7")
@@ -321,7 +335,13 @@ def test_every_number_has_a_range():
     ours = {key for key, hint in (KEYS | ITEM_KEYS).items() if without_none(hint) in numbers}
     sizes = {f"mesh.{link}_{axis}" for link in ("ici", "dcn") for axis in axes.MESH_AXES}
     of_plugins = {"train.objective_options"}  # a plug-in checks its own numbers
-    assert ours - sizes - of_plugins == set(BOUNDS)
+    assert ours - sizes - of_plugins == {key for key in BOUNDS if NAME not in key}
+
+
+def test_numbers_in_named_sections_have_a_range() -> None:
+    numbers = {key for key, hint in NAMED_KEYS.items() if without_none(hint) in (int, float)}
+    unlimited = {"alerts.rules.NAME.threshold"}  # metrics have any range
+    assert numbers - unlimited == {key for key in BOUNDS if NAME in key}
 
 
 @pytest.mark.parametrize(
@@ -427,7 +447,11 @@ def test_rules_declare_the_keys_they_read():
     configs = [
         config
         for config in configs
-        if all(b.holds(rules.value_of(config, key)) for key, b in BOUNDS.items() if ITEM not in key)
+        if all(
+            bound.holds(rules.value_of(config, key))
+            for key, bound in BOUNDS.items()
+            if ITEM not in key and NAME not in key
+        )
     ]
     for rule in rules.RULES:
         read: set[str] = set()
