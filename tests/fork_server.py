@@ -188,8 +188,9 @@ def _end_process(error: BaseException | None) -> NoReturn:
     atexit._run_exitfuncs()
     try:
         sys.stdout.flush()
-    except OSError:
-        traceback.print_exc()
+    except OSError as closed:
+        print(f"Exception ignored in: {sys.stdout!r}", file=sys.stderr)
+        traceback.print_exception(closed.with_traceback(None))
         code = 120
     if isinstance(error, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
