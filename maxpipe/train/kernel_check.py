@@ -79,7 +79,7 @@ class KernelCheck(NamedTuple):
         return f"{where}: {'; '.join(self.cases)}"
 
     def run(self) -> KernelDeviation | None:
-        """Return the largest deviation; None if there are no cases."""
+        """Return the largest deviation, or None if there are no cases."""
         if not self.cases:
             return None
         with jax.set_mesh(self.mesh or build_mesh(MeshConfig(), jax.local_devices()[:1])):

@@ -33,7 +33,7 @@ def test_ragged_dot_passes(dtype: str) -> None:
     check = expert_check(model_of("ragged_dot"), dtype)
     found = check.run()
     assert found is not None and found.ok, found
-    assert check.cases == ["ragged_dot 32 x 24"] or len(check.cases) == 1
+    assert check.cases == [f"ragged_dot {MODEL.d_model} x 24"]
     if dtype == "float32":
         assert found.result < 1e-5 and found.gradients < 1e-5
 
@@ -101,6 +101,15 @@ def test_exchanges_are_compared_on_all_devices(
     found = compare_exchanges(mesh, "bfloat16")
     assert not found.ok and found.result == 1
     assert not exchange_check(model_of("auto"), mesh, "float32").cases  # CPUs send full buffers
+
+
+@pytest.mark.parametrize(
+    ("given", "checked"), [(768, 768), (1280, 1024), (14336, 1024), (2880, 1088), (1031, 1031)]
+)
+def test_large_widths_are_checked_with_the_same_last_tile(given: int, checked: int) -> None:
+    own = MoeConfig(num_experts=4, top_k=2, d_expert=given, expert_backend="ragged_dot")
+    (case,) = expert_check(describe(replace(MODEL, family="moe", own=own)), "float32").cases
+    assert case.endswith(f"x {checked}") and given % 256 == checked % 256
 
 
 BROKEN = """
