@@ -148,8 +148,8 @@ def expert_tiles(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     backward = partial(triton.grouped_matmul, dim=1, transposed=True)
     outer = partial(triton.grouped_outer, dim=1)
     kinds = {
-        "forward": (forward, (rows, weights, sizes)),
-        "input gradient": (backward, (cotangents, weights, sizes)),
+        "forward": (forward, ([rows], [weights], sizes)),
+        "input gradient": (backward, ([cotangents], [weights], sizes)),
         "weight gradient": (outer, (rows, cotangents, sizes)),
     }
     interpret = {"interpret": True} if options["tiny"] else {}

@@ -46,7 +46,7 @@ class MixtureConfig:
     expert to every token. `auto` uses `grouped` if there are at least twice as many experts as
     `top_k`."""
     expert_backend: ExpertBackend = "auto"
-    """Implementation of the matmuls of grouped dispatch. `auto` uses megablox kernels on TPUs,
+    """Implementation of the matmuls of grouped dispatch. `auto` uses Pallas kernels on TPUs,
     Triton kernels on NVIDIA GPUs, and `loop` elsewhere. `loop` multiplies blocks of rows in a loop,
     on any platform. `ragged_dot` uses XLA's operation of this name; where XLA has no kernel, the
     operation applies every expert to every token."""

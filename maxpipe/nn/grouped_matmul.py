@@ -7,7 +7,7 @@ so a split backward pass can schedule them separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -41,9 +41,17 @@ class GroupedMatmulOptions(NamedTuple):
     backend: ExpertBackend = "auto"
 
     def multiply(
-        self, rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool = False
+        self,
+        rows: Sequence[Array],
+        weights: Sequence[Array],
+        sizes: Array,
+        *,
+        dim: int,
+        transposed: bool = False,
     ) -> Array:
-        """Multiply each row by its expert's weights, which may be transposed."""
+        """Multiply each row by its expert's weights, which may be transposed, and sum over the
+        pairs of rows and weights.
+        """
         return dispatch.grouped_matmul(
             rows,
             weights,
@@ -54,8 +62,10 @@ class GroupedMatmulOptions(NamedTuple):
             backend=self.backend,
         )
 
-    def outer(self, rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
-        """Sum the outer products of rows and cotangents for each expert."""
+    def outer(
+        self, rows: Array, cotangents: Sequence[Array], sizes: Array, *, dim: int
+    ) -> tuple[Array, ...]:
+        """Sum the outer products of rows and each array of cotangents for each expert."""
         return dispatch.grouped_outer(
             rows, cotangents, sizes, dim=dim, filled=self.fill_fraction, backend=self.backend
         )
@@ -104,7 +114,7 @@ def up_projection(
     def run(tokens: Array, weights: tuple[Array, ...], sizes: Array) -> tuple[Array, ...]:
         tokens = spread.quantize_rows(tokens)
         return tuple(
-            spread.multiply(tokens, spread.quantize_weights(weight, 1), sizes, dim=1)
+            spread.multiply([tokens], [spread.quantize_weights(weight, 1)], sizes, dim=1)
             for weight in weights
         )
 
@@ -122,20 +132,17 @@ def _up_projection_backward(
     split, of_weights = PartitionSpec(None, spread.axes), PartitionSpec(None, None, spread.axes)
 
     def to_tokens(cotangents: Any, weights: Any, row: Array, sizes: Array) -> Array:
-        outputs = [
-            spread.multiply(
-                spread.quantize_rows(cotangent, divided=True, gradient=True),
-                spread.quantize_weights(weight, 1, back=True),
-                sizes,
-                dim=1,
-                transposed=True,
-            )
-            for cotangent, weight in zip(cotangents, weights, strict=True)
-        ]
-        return sum_rows_by_token(outputs, row, complete=spread.complete)[None]
+        product = spread.multiply(
+            [spread.quantize_rows(each, divided=True, gradient=True) for each in cotangents],
+            [spread.quantize_weights(weight, 1, back=True) for weight in weights],
+            sizes,
+            dim=1,
+            transposed=True,
+        )
+        return sum_rows_by_token(product, row, complete=spread.complete)[None]
 
     def to_weights(tokens: Array, cotangents: Any, sizes: Array) -> tuple[Array, ...]:
-        return tuple(spread.outer(tokens, cotangent, sizes, dim=1) for cotangent in cotangents)
+        return spread.outer(tokens, cotangents, sizes, dim=1)
 
     to_tokens = map_shards(
         to_tokens, (split, of_weights, _WHOLE, _WHOLE), PartitionSpec(spread.axes)
@@ -169,8 +176,8 @@ def down_projection(
             spread.quantize_rows(hidden, divided=True),
             spread.quantize_weights(weight, 0),
         )
-        product = spread.multiply(hidden, weight, sizes, dim=0)
-        return sum_rows_by_token([product], row, complete=spread.complete)[None]
+        product = spread.multiply([hidden], [weight], sizes, dim=0)
+        return sum_rows_by_token(product, row, complete=spread.complete)[None]
 
     split = PartitionSpec(None, spread.axes)
     run = map_shards(run, (split, split, _WHOLE, _WHOLE), PartitionSpec(spread.axes))
@@ -186,11 +193,11 @@ def _down_projection_backward(
     def to_hidden(cotangents: Array, weight: Array, sizes: Array) -> Array:
         cotangents = spread.quantize_rows(cotangents, gradient=True)
         weight = spread.quantize_weights(weight, 0, back=True)
-        return spread.multiply(cotangents, weight, sizes, dim=0, transposed=True)
+        return spread.multiply([cotangents], [weight], sizes, dim=0, transposed=True)
 
     to_hidden = map_shards(to_hidden, (_WHOLE, split, _WHOLE), split)
     to_weight = map_shards(
-        lambda hidden, cotangents, sizes: spread.outer(hidden, cotangents, sizes, dim=0),
+        lambda hidden, cotangents, sizes: spread.outer(hidden, [cotangents], sizes, dim=0)[0],
         (split, _WHOLE, _WHOLE),
         split,
     )
@@ -249,7 +256,7 @@ def row_projection(
     """Multiply each row by its expert's weights, without gathering or summing a token's rows."""
 
     def run(rows: Array, weight: Array, sizes: Array) -> Array:
-        return how.options.multiply(rows, weight, sizes, dim=how.dim)
+        return how.options.multiply([rows], [weight], sizes, dim=how.dim)
 
     of_rows, of_weight, of_results = how.specs
     return how.summed(run, (of_rows, of_weight, _WHOLE), of_results)(rows, weight, sizes)
@@ -262,10 +269,10 @@ def _row_projection_backward(
     of_rows, of_weight, of_results = how.specs
 
     def to_rows(cotangent: Array, weight: Array, sizes: Array) -> Array:
-        return how.options.multiply(cotangent, weight, sizes, dim=how.dim, transposed=True)
+        return how.options.multiply([cotangent], [weight], sizes, dim=how.dim, transposed=True)
 
     to_weight = map_shards(
-        lambda rows, cotangent, sizes: how.options.outer(rows, cotangent, sizes, dim=how.dim),
+        lambda rows, cotangent, sizes: how.options.outer(rows, [cotangent], sizes, dim=how.dim)[0],
         (of_rows, of_results, _WHOLE),
         of_weight,
     )

@@ -227,6 +227,12 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
     return grid.transpose(order).reshape([i * d for i, d in zip(ici, dcn, strict=True)])
 
 
+def mesh_device_kind() -> str:
+    """Return the device kind of the current mesh, whose devices need not be present, or ""."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "" if device is None else str(device.device_kind or "")
+
+
 def describe_mesh(mesh: Mesh) -> str:
     """Return text that lists the mesh axes of more than one device, as in `stage 4 x fsdp 2`."""
     sizes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]

@@ -138,21 +138,23 @@ def _compare(part: Experts, width: int, hidden: int, dtype: str) -> Iterator[Ker
     """Yield the deviations of the input projections and of the output projection."""
     random, num_experts = np.random.default_rng(0), len(_SIZES)
     sizes = jnp.asarray(_SIZES, jnp.int32)
-    for dim, (first, second) in ((1, (width, hidden)), (0, (hidden, width))):
+    # The gate and the up projection have the same input.
+    for dim, number, (first, second) in ((1, 2, (width, hidden)), (0, 1, (hidden, width))):
         shape = [first, second]
         shape.insert(dim, num_experts)
-        shapes = ((sum(_SIZES), first), shape, (sum(_SIZES), second))
+        shapes = ((sum(_SIZES), first), *[shape] * number, *[(sum(_SIZES), second)] * number)
         given = [jnp.asarray(random.standard_normal(each), dtype) for each in shapes]
 
         def run(
-            backend: Any, rows: Array, weights: Array, cotangents: Array, dim: int = dim
+            backend: Any, rows: Array, *others: Array, dim: int = dim, number: int = number
         ) -> list[Array]:
             multiply = partial(dispatch.grouped_matmul, dim=dim, backend=backend)
             outer = partial(dispatch.grouped_outer, dim=dim, backend=backend)
+            weights, cotangents = others[:number], others[number:]
             return [
-                multiply(rows, weights, sizes),
+                *(multiply([rows], [weight], sizes) for weight in weights),
                 multiply(cotangents, weights, sizes, transposed=True),
-                outer(rows, cotangents, sizes),
+                *outer(rows, cotangents, sizes),
             ]
 
         def all_of(given: list[Array], run: Any = run) -> Mapping[str, list[Array]]:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.nn.expert_backends import blocks, megablox, ragged_dot, triton
+from maxpipe.nn.expert_backends import blocks, mosaic, ragged_dot, triton
 from tests.cases import keeping
 from tests.nn.parts import assert_close
 
 BACKENDS: Mapping[str, Any] = {
     "loop": blocks,
-    "megablox": megablox,
+    "mosaic": mosaic,
     "ragged_dot": ragged_dot,
     "triton": triton,
 }
@@ -46,15 +46,17 @@ def draw(sizes: list[int], num_rows: int, first: int, second: int) -> Operands:
 
 
 def options_of(
-    name: str, num_rows: int, num_experts: int, first: int, second: int
+    name: str, num_rows: int, num_experts: int, first: int, second: int, *, outer: bool = False
 ) -> dict[str, Any]:
     """Return options with which a backend runs on a CPU."""
     if name == "triton":
         return {"interpret": True}
-    if name == "megablox":
-        tiles = megablox.matmul_tiles(num_rows, num_experts, first, second, np.float32)
-        assert tiles == (128, first, second)
-        return {"interpret": True, "tiles": tiles}
+    if name == "mosaic":
+        tiles_of = mosaic.outer_tiles if outer else mosaic.matmul_tiles
+        return {
+            "interpret": True,
+            "tiles": tiles_of(num_rows, num_experts, first, second, np.float32),
+        }
     return {}
 
 
@@ -74,14 +76,19 @@ def check(name: str, sizes: list[int], num_rows: int, first: int, second: int) -
             wanted = np.concatenate([inputs[g] @ w for g, w in zip(groups, each, strict=True)])
             how = options_of(name, num_rows, len(sizes), *dims)
             run = partial(backend.grouped_matmul, dim=dim, transposed=transposed, **how)
-            found = jax.jit(run)(jnp.asarray(inputs), weights, counts)
+            found = jax.jit(run)([jnp.asarray(inputs)], [weights], counts)
             assert found.shape == (num_rows, dims[1])
             if used:
                 assert_close(found[:used], wanted)
         outer = np.stack([given.rows[g].T @ given.cotangents[g] for g in groups], dim)
-        how = options_of(name, num_rows, len(sizes), first, second)
+        how = options_of(name, num_rows, len(sizes), first, second, outer=True)
         run = jax.jit(partial(backend.grouped_outer, dim=dim, **how))
-        assert_close(run(given.rows, given.cotangents, counts), outer)
+        if name == "mosaic":
+            pair = run(given.rows, [given.cotangents, -given.cotangents], counts)
+            assert_close(pair[1], -outer)
+            assert_close(pair[0], outer)
+        else:
+            assert_close(run(given.rows, given.cotangents, counts), outer)
 
 
 @pytest.mark.parametrize("sizes", keeping(SIZES, 3), ids=str)
@@ -116,24 +123,70 @@ def test_many_row_tiles_are_processed_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
+    "sizes",
+    [
+        [31, 1, 32, 40, 24, 100, 28, 0, 127, 1],  # parts of all sizes, at both ends of a tile
+        [5, 3, 2, 1, 0, 7, 15, 16, 17, 318],  # several experts inside one part
+        [16, 112, 240, 16],
+        [3, 130],  # unused rows
+    ],
+    ids=str,
+)
+def test_parts_of_row_tiles(sizes: list[int]) -> None:
+    check("mosaic", sizes, 384, 128, 128)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_pairs_of_rows_and_weights_are_summed(name: str) -> None:
+    sizes = [40, 0, 85]
+    one, counts = draw(sizes, 128, 128, 128), jnp.asarray(sizes, jnp.int32)
+    how = options_of(name, 128, 3, 128, 128)
+    run = jax.jit(partial(BACKENDS[name].grouped_matmul, dim=0, transposed=False, **how))
+    rows, weights = (one.rows, 2 * one.rows), (one.weights, one.weights[::-1])
+    summed = run(rows, weights, counts)
+    parts = [run([each], [weight], counts) for each, weight in zip(rows, weights, strict=True)]
+    assert_close(summed[:125], np.sum(parts, 0)[:125])
+
+
+@pytest.mark.parametrize(
     ("num_rows", "dims"), [(8, (128, 128)), (384, (96, 128)), (384, (128, 200))]
 )
-def test_megablox_requires_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
-    assert megablox.matmul_tiles(num_rows, 3, *dims, np.float32) is None
-    assert megablox.outer_tiles(num_rows, 3, *dims, np.float32) is None
+def test_mosaic_requires_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
+    assert mosaic.matmul_tiles(num_rows, 3, *dims, np.float32) is None
+    assert mosaic.outer_tiles(num_rows, 3, *dims, np.float32) is None
 
 
-def test_megablox_tile_sizes() -> None:
-    """Small experts fit in one tile, and few rows are computed twice."""
-    bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    assert megablox.matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
-    assert megablox.matmul_tiles(65536, 128, 768, 2048, bf16) == (128, 768, 1024)
-    assert megablox.matmul_tiles(16384, 8, 4096, 14336, bf16) == (256, 4096, 256)
-    assert megablox.matmul_tiles(16384, 8, 14336, 4096, bf16) == (256, 1024, 1024)
-    assert megablox.matmul_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
-    assert megablox.outer_tiles(16384, 8, 4096, 14336, bf16) == (256, 1024, 1024)
-    assert megablox.outer_tiles(16384, 8, 4096, 14336, fp32) == (256, 512, 512)
-    assert megablox.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x", ""])
+def test_mosaic_tiles_fit_and_use_all_cores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices with two cores, each core processes half of the columns."""
+    monkeypatch.setattr(mosaic, "mesh_device_kind", lambda: kind)
+    two_cores = kind in ("TPU v4", "TPU v5")
+    for num_rows, num_experts, first, second in (
+        (65536, 128, 2048, 768),
+        (16384, 8, 4096, 14336),
+        (65536, 64, 7168, 2048),
+    ):
+        for dtype in (jnp.dtype("bfloat16"), jnp.dtype("float32")):
+            sizes = num_rows, num_experts, first, second, dtype
+            m, k, n = mosaic.matmul_tiles(*sizes) or (0, 0, 0)
+            assert not (two_cores and second // n % 2)
+            assert 2 * dtype.itemsize * (m * k + k * n + m * n) + 4 * m * n < 16 * 2**20
+            m, k, n = mosaic.outer_tiles(*sizes, number=2) or (0, 0, 0)
+            assert not (two_cores and second // n % 2)
+            moved = m * (k + 2 * n) + 2 * k * n
+            assert 2 * dtype.itemsize * moved + 4 * 2 * k * n < 16 * 2**20
+
+
+def test_mosaic_tile_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of an expert remain in memory, and few rows are multiplied twice."""
+    monkeypatch.setattr(mosaic, "mesh_device_kind", lambda: "TPU v5")
+    bf16 = jnp.dtype("bfloat16")
+    assert mosaic.matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 384)
+    assert mosaic.matmul_tiles(65536, 128, 768, 2048, bf16, num_pairs=2) == (128, 768, 1024)
+    assert mosaic.outer_tiles(65536, 128, 2048, 768, bf16, number=2) == (128, 2048, 384)
+    assert mosaic.matmul_tiles(16384, 8, 4096, 14336, bf16) == (128, 4096, 512)
+    monkeypatch.setattr(mosaic, "mesh_device_kind", lambda: "TPU v6 lite")
+    assert mosaic.matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
 
 
 KINDS = {"NVIDIA L4": 99, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA H100 80GB HBM3": 227, "": 99}

@@ -91,7 +91,7 @@ class Experts(Part):
     """Whether tokens are processed by all experts or only by the selected experts. `auto` applies
     only the selected experts if they are at most half of all experts."""
     backend: ExpertBackend = "auto"
-    """Implementation of grouped matmuls. `auto` uses megablox kernels on TPUs, Triton kernels on
+    """Implementation of grouped matmuls. `auto` uses Pallas kernels on TPUs, Triton kernels on
     NVIDIA GPUs, and a loop over blocks of rows elsewhere."""
     all_to_all: AllToAll = "auto"
     """Whether only the used rows are exchanged, where the platform supports this, or full

@@ -37,6 +37,7 @@ from maxpipe.nn.attention import interface, xla
 from maxpipe.nn.attention.interface import Mask, switch_window
 from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
+from maxpipe.parallel.mesh import mesh_device_kind
 
 _STATUS_RETURNING = 2
 """XLA's API version for custom calls that return a status."""
@@ -324,8 +325,7 @@ def _specs(query: Array) -> tuple[PartitionSpec, PartitionSpec, _CudnnMask]:
 
 def _supports_packing() -> bool:
     """Return whether the kernels of the mesh's devices support packed documents."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and _PACKING_GPUS.search(device.device_kind) is not None
+    return _PACKING_GPUS.search(mesh_device_kind()) is not None
 
 
 # Computation on one device.

@@ -5,7 +5,8 @@ A block that contains rows of several experts is processed once per expert.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -81,24 +82,26 @@ def _expert_row_mask(step: BlockSteps, block: int) -> Array:
 
 
 def grouped_matmul(
-    rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool
+    rows: Sequence[Array], weights: Sequence[Array], sizes: Array, *, dim: int, transposed: bool
 ) -> Array:
-    """Multiply each row by its expert's weights with a loop over row blocks.
+    """Multiply each row by its expert's weights, and sum over the pairs of rows and weights.
 
     Rows without an expert are 0 in the result.
     """
-    num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
-    width = matrix_shape(weights.shape, dim)[0 if transposed else 1]
+    num_rows, block = len(rows[0]), row_block_size(len(rows[0]), len(sizes))
+    width = matrix_shape(weights[0].shape, dim)[0 if transposed else 1]
 
     def add_block(output: Array, step: BlockSteps) -> tuple[Array, None]:
-        block_rows = lax.dynamic_slice_in_dim(rows, step.start, block)
-        weight = lax.dynamic_index_in_dim(weights, step.expert, dim, keepdims=False)
-        new = block_rows @ (weight.T if transposed else weight)
+        new: Any = 0
+        for of_rows, of_experts in zip(rows, weights, strict=True):
+            block_rows = lax.dynamic_slice_in_dim(of_rows, step.start, block)
+            weight = lax.dynamic_index_in_dim(of_experts, step.expert, dim, keepdims=False)
+            new += block_rows @ (weight.T if transposed else weight)
         old = lax.dynamic_slice_in_dim(output, step.start, block)
         new = jnp.where(_expert_row_mask(step, block), new, old)
         return lax.dynamic_update_slice_in_dim(output, new, step.start, 0), None
 
-    empty = mark_varying(jnp.zeros((num_rows, width), rows.dtype))
+    empty = mark_varying(jnp.zeros((num_rows, width), rows[0].dtype))
     return lax.scan(add_block, empty, make_block_steps(sizes, num_rows, block))[0]
 
 

@@ -7,18 +7,19 @@ are not defined. `dim` (0 or 1) is the expert dim of the weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from maxpipe.models.layers.experts import ExpertBackend
-from maxpipe.nn.expert_backends import blocks, megablox, ragged_dot, triton
+from maxpipe.nn.expert_backends import blocks, mosaic, ragged_dot, triton
 
 
 def grouped_matmul(
-    rows: Float[Array, "N K"],
-    weights: Float[Array, "_ _ _"],
+    rows: Sequence[Float[Array, "N K"]],
+    weights: Sequence[Float[Array, "_ _ _"]],
     sizes: Int[Array, " E"],
     *,
     dim: int,
@@ -26,10 +27,10 @@ def grouped_matmul(
     filled: float = 1.0,
     backend: ExpertBackend = "auto",
 ) -> Float[Array, "N J"]:
-    """Multiply each row by its expert's weights or, if `transposed` is set, by the transposed
-    weights.
+    """Multiply each row by its expert's weights, and sum over the pairs of rows and weights.
 
-    `filled` is the mean fraction of rows that have an expert.
+    If `transposed` is set, the weights are transposed. `filled` is the mean fraction of rows that
+    have an expert.
     """
     options = {"dim": dim, "transposed": transposed}
     loop = partial(blocks.grouped_matmul, **options)
@@ -37,11 +38,14 @@ def grouped_matmul(
         return ragged_dot.grouped_matmul(rows, weights, sizes, **options, filled=filled)
     if backend == "loop":
         return loop(rows, weights, sizes)
-    first, second = blocks.matrix_shape(weights.shape, dim)
+    first, second = blocks.matrix_shape(weights[0].shape, dim)
     dims = (second, first) if transposed else (first, second)
-    kernel, tiles = loop, megablox.matmul_tiles(len(rows), len(sizes), *dims, rows.dtype)
+    kernel, tiles = (
+        loop,
+        mosaic.matmul_tiles(len(rows[0]), len(sizes), *dims, rows[0].dtype, num_pairs=len(rows)),
+    )
     if tiles:
-        kernel = partial(megablox.grouped_matmul, **options, tiles=tiles, filled=filled)
+        kernel = partial(mosaic.grouped_matmul, **options, tiles=tiles, filled=filled)
     return lax.platform_dependent(
         rows,
         weights,
@@ -54,28 +58,37 @@ def grouped_matmul(
 
 def grouped_outer(
     rows: Float[Array, "N K"],
-    cotangents: Float[Array, "N J"],
+    cotangents: Sequence[Float[Array, "N J"]],
     sizes: Int[Array, " E"],
     *,
     dim: int,
     filled: float = 1.0,
     backend: ExpertBackend = "auto",
-) -> Float[Array, "_ _ _"]:
-    """Sum the outer products of rows and cotangents for each expert."""
-    loop = partial(blocks.grouped_outer, dim=dim)
+) -> tuple[Float[Array, "_ _ _"], ...]:
+    """Sum the outer products of rows and each array of cotangents for each expert."""
+
+    def each(run: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
+        return lambda rows, cotangents, sizes: tuple(
+            run(rows, cotangent, sizes, dim=dim) for cotangent in cotangents
+        )
+
+    loop = each(blocks.grouped_outer)
     if backend == "ragged_dot":
-        return ragged_dot.grouped_outer(rows, cotangents, sizes, dim=dim, filled=filled)
+        return each(partial(ragged_dot.grouped_outer, filled=filled))(rows, cotangents, sizes)
     if backend == "loop":
         return loop(rows, cotangents, sizes)
-    dims = rows.shape[1], cotangents.shape[1]
-    kernel, tiles = loop, megablox.outer_tiles(len(rows), len(sizes), *dims, rows.dtype)
+    dims = rows.shape[1], cotangents[0].shape[1]
+    kernel, tiles = (
+        loop,
+        mosaic.outer_tiles(len(rows), len(sizes), *dims, rows.dtype, number=len(cotangents)),
+    )
     if tiles:
-        kernel = partial(megablox.grouped_outer, dim=dim, tiles=tiles, filled=filled)
+        kernel = partial(mosaic.grouped_outer, dim=dim, tiles=tiles, filled=filled)
     return lax.platform_dependent(
         rows,
         cotangents,
         sizes,
         tpu=kernel,
-        cuda=partial(triton.grouped_outer, dim=dim, filled=filled),
+        cuda=each(partial(triton.grouped_outer, filled=filled)),
         default=loop,
     )

@@ -5,6 +5,9 @@ On platforms where XLA has no implementation, it multiplies every row by the wei
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,20 +17,26 @@ from maxpipe.parallel import scopes
 
 
 def grouped_matmul(
-    rows: Float[Array, "N K"],
-    weights: Float[Array, "_ _ _"],
+    rows: Sequence[Float[Array, "N K"]],
+    weights: Sequence[Float[Array, "_ _ _"]],
     sizes: Int[Array, " E"],
     *,
     dim: int,
     transposed: bool,
     filled: float = 1.0,
 ) -> Float[Array, "N J"]:
-    """Multiply each row by its expert's weights. Rows without an expert are 0 in the result."""
+    """Multiply each row by its expert's weights, and sum over the pairs of rows and weights.
+
+    Rows without an expert are 0 in the result.
+    """
     contracted = (2 if transposed else 1) if dim == 0 else 2 if transposed else 0
-    width = weights.shape[3 - dim - contracted]
+    width = weights[0].shape[3 - dim - contracted]
     dims = lax.RaggedDotDimensionNumbers((((1,), (contracted,)), ((), ())), (0,), (dim,))
-    with jax.named_scope(scopes.flops(2 * filled * rows.size * width)):
-        return lax.ragged_dot_general(rows, weights, sizes, dims)
+    with jax.named_scope(scopes.flops(2 * filled * len(rows) * rows[0].size * width)):
+        products = [
+            lax.ragged_dot_general(*pair, sizes, dims) for pair in zip(rows, weights, strict=True)
+        ]
+    return functools.reduce(jnp.add, products)
 
 
 def grouped_outer(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from jaxtyping import Float, Int
 
 from maxpipe.nn.expert_backends.blocks import BlockSteps, make_block_steps, num_block_steps
 from maxpipe.parallel import scopes
+from maxpipe.parallel.mesh import mesh_device_kind
 
 
 class Tiles(NamedTuple):
@@ -55,12 +57,6 @@ _SHARED_BYTES = {r"A100|A800": 163 * _KIB, r"H100|H200|H800|B100|B200|B300": 227
 CUDA programming guide, limits by compute capability."""
 _SMALLEST_SHARED_BYTES = 99 * _KIB
 """Shared memory of all other devices since compute capability 8.6."""
-
-
-def device_kind() -> str:
-    """Return the device kind of the current mesh, whose devices need not be present, or ""."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return "" if device is None else str(device.device_kind or "")
 
 
 def shared_bytes(kind: str) -> int:
@@ -103,8 +99,8 @@ def _power_of_two(size: float, largest: int) -> int:
 
 
 def grouped_matmul(
-    rows: Float[Array, "N K"],
-    weights: Float[Array, "_ _ _"],
+    rows: Sequence[Float[Array, "N K"]],
+    weights: Sequence[Float[Array, "_ _ _"]],
     sizes: Int[Array, " E"],
     *,
     dim: int,
@@ -113,69 +109,65 @@ def grouped_matmul(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N J"]:
-    """Multiply each row by its expert's weights or, if `transposed` is set, by the transposed
-    weights.
+    """Multiply each row by its expert's weights, and sum over the pairs of rows and weights.
 
-    Rows without an expert are uninitialized in the result. `dim` is the expert dim of the weights.
-    `filled` is the mean fraction of rows that have an expert, for the FLOPs in reports.
+    If `transposed` is set, the weights are transposed. Rows without an expert are uninitialized in
+    the result. `dim` is the expert dim of the weights. `filled` is the mean fraction of rows that
+    have an expert, for the FLOPs in reports.
     """
-    num_rows, contracted = rows.shape
-    width = weights.shape[1 if transposed and dim == 0 else 0 if transposed else 2]
+    (num_rows, contracted), dtype = rows[0].shape, rows[0].dtype
+    width = weights[0].shape[1 if transposed and dim == 0 else 0 if transposed else 2]
     if tiles is None:
-        shared = shared_bytes(device_kind())
-        tiles = matmul_tiles(num_rows, len(sizes), contracted, width, rows.dtype, shared)
+        shared = shared_bytes(mesh_device_kind())
+        tiles = matmul_tiles(num_rows, len(sizes), contracted, width, dtype, shared)
     steps = make_block_steps(sizes, num_rows, tiles.rows)
     num_steps = num_block_steps(num_rows, len(sizes), tiles.rows)
     kernel = partial(
         _matmul_kernel,
         tiles=tiles,
         num_steps=num_steps,
+        num_pairs=len(rows),
         dim=dim,
         transposed=transposed,
     )
-    with jax.named_scope(scopes.flops(2 * filled * num_rows * contracted * width)):
+    with jax.named_scope(scopes.flops(2 * filled * len(rows) * num_rows * contracted * width)):
         return pl.pallas_call(
             kernel,
-            out_shape=jax.typeof(rows).update(shape=(num_rows, width)),
+            out_shape=jax.typeof(rows[0]).update(shape=(num_rows, width)),
             grid=(num_steps * pl.cdiv(width, tiles.width),),
             compiler_params=_parameters(tiles),
             interpret=interpret,
             name="grouped_matmul",
-        )(*steps, rows, weights)
+        )(*steps, *rows, *weights)
 
 
 def _matmul_kernel(
-    expert_ref: Any,
-    start_ref: Any,
-    first_ref: Any,
-    stop_ref: Any,
-    rows_ref: Any,
-    weights_ref: Any,
-    out_ref: Any,
-    *,
+    *refs: Any,
     tiles: Tiles,
     num_steps: int,
+    num_pairs: int,
     dim: int,
     transposed: bool,
 ) -> None:
-    contracted, width = rows_ref.shape[1], out_ref.shape[1]
+    steps, (*pairs, out_ref) = refs[:4], refs[4:]
+    contracted, width = pairs[0].shape[1], out_ref.shape[1]
     step, column = _order(pl.program_id(0), num_steps, pl.cdiv(width, tiles.width))
-    at = BlockSteps(*(ref[step] for ref in (expert_ref, start_ref, first_ref, stop_ref)))
+    at = BlockSteps(*(ref[step] for ref in steps))
 
     @pl.when(at.first < at.stop)
     def _() -> None:
-        rows = Matrix(rows_ref, rows_ref.shape)
+        rows = [Matrix(ref, ref.shape) for ref in pairs[:num_pairs]]
         shape = (width, contracted) if transposed else (contracted, width)
-        weight = Matrix(weights_ref, shape, at.expert, dim)
+        weights = [Matrix(ref, shape, at.expert, dim) for ref in pairs[num_pairs:]]
         row = at.start + jnp.arange(tiles.rows)
         columns = column * tiles.width + jnp.arange(tiles.width)
 
         def add(number: Array, total: Array) -> Array:
             inner = number * tiles.contracted + jnp.arange(tiles.contracted)
-            block = rows.load(row, inner)
-            if transposed:
-                return total + _dot(block, weight.load(columns, inner).T)
-            return total + _dot(block, weight.load(inner, columns))
+            for of_rows, weight in zip(rows, weights, strict=True):
+                tile = weight.load(columns, inner).T if transposed else weight.load(inner, columns)
+                total += _dot(of_rows.load(row, inner), tile)
+            return total
 
         total = jnp.zeros((tiles.rows, tiles.width), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(contracted, tiles.contracted), add, total)
