@@ -247,7 +247,8 @@ def compile_step(
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        # A kernel that exceeds the shared memory of a multiprocessor has the same status.
+        if "RESOURCE_EXHAUSTED" in str(error) and "Shared memory" not in str(error):
             raise _out_of_memory_error(str(error), config, steps, topology) from error
         refused = _option_error(str(error), given or {}) or compiler_version_error(topology, error)
         raise refused or error from error

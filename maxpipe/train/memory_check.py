@@ -103,7 +103,10 @@ def explain_allocation_errors(config: Config) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error is a failed allocation on the host or on a device."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    if isinstance(error, MemoryError):
+        return True
+    # A kernel that exceeds the shared memory of a multiprocessor has the same status.
+    return "RESOURCE_EXHAUSTED" in str(error) and "Shared memory" not in str(error)
 
 
 def device_memory(device: Any) -> float | None:

@@ -162,15 +162,17 @@ def _matmul_kernel(
         row = at.start + jnp.arange(tiles.rows)
         columns = column * tiles.width + jnp.arange(tiles.width)
 
-        def add(number: Array, total: Array) -> Array:
+        def add(of_rows: Matrix, weight: Matrix, number: Array, total: Array) -> Array:
             inner = number * tiles.contracted + jnp.arange(tiles.contracted)
-            for of_rows, weight in zip(rows, weights, strict=True):
-                tile = weight.load(columns, inner).T if transposed else weight.load(inner, columns)
-                total += _dot(of_rows.load(row, inner), tile)
-            return total
+            tile = weight.load(columns, inner).T if transposed else weight.load(inner, columns)
+            return total + _dot(of_rows.load(row, inner), tile)
 
         total = jnp.zeros((tiles.rows, tiles.width), jnp.float32)
-        total = lax.fori_loop(0, pl.cdiv(contracted, tiles.contracted), add, total)
+        # One loop per pair, because the operands of one loop have to fit into shared memory.
+        for pair in zip(rows, weights, strict=True):
+            total = lax.fori_loop(
+                0, pl.cdiv(contracted, tiles.contracted), partial(add, *pair), total
+            )
         mask = ((row >= at.first) & (row < at.stop))[:, None] & (columns < width)[None]
         target = Matrix(out_ref, out_ref.shape).at(row, columns)
         triton.store(target, total.astype(out_ref.dtype), mask=mask)
