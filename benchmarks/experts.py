@@ -56,7 +56,8 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
 
     target = topology.parse_topology(TOPOLOGY)
     schedules = tempfile.TemporaryDirectory()
-    kernel_schedules.write_schedules(Path(schedules.name))
+    if form == "grouped":
+        kernel_schedules.write_schedules(Path(schedules.name))
     topology.prepare(target)
 
     import jax

@@ -1,0 +1,176 @@
+"""Estimate the cycles of TPU kernels of grouped matmuls from the compiler's instruction schedules.
+
+XLA's cycle estimates do not include custom kernels. The compiler for TPUs writes the instruction
+schedule of each kernel, from which the number of instructions in each code block is known, without
+a TPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)*: (>*)")
+_REGION = re.compile(r"Start(?:/End)?(?: empty)? region (\d+)")
+_BRANCH = re.compile(r"sbr\.rel.*target = \$region(\d+)")
+_WINDOW = re.compile(r"window shape is \w+\[([\d,]+)\], while the full shape is \w+\[([\d,]+)\]")
+_MIN_BLOCK = 30
+"""Shorter blocks start transfers or wait for them. They count as overhead of a grid step."""
+
+
+def write_schedules(folder: Path) -> None:
+    """Configure libtpu, before it is loaded, to write the schedules of all kernels."""
+    options = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {options}"
+
+
+@dataclass
+class Block:
+    """A code block of a kernel that a branch can skip."""
+
+    first: int
+    last: int
+    inner: list[Block]
+
+    @property
+    def bundles(self) -> int:
+        """Return the number of instruction bundles in the block, without the blocks inside."""
+        return self.last - self.first - sum(each.last - each.first for each in self.inner)
+
+
+@dataclass(frozen=True)
+class KernelSchedule:
+    """Instruction schedule of one kernel."""
+
+    name: str
+    windows: list[tuple[list[int], list[int]]]
+    """Shapes of the block and of the array for each operand in high-bandwidth memory."""
+    step: Block
+    """Instructions of one grid step, including its overhead."""
+
+    @classmethod
+    def read_all(cls, folder: Path) -> Iterator[KernelSchedule]:
+        """Read the schedules of all grouped matmuls."""
+        for path in sorted(folder.glob("*-final_bundles.txt")):
+            name = re.search(r"\d+-(grouped_(?:matmul|outer)[.\d]*)-\d+-final_bundles", path.name)
+            if name:
+                yield cls._parse(name[1], path.read_text(encoding="utf-8", errors="replace"))
+
+    @classmethod
+    def _parse(cls, name: str, text: str) -> KernelSchedule:
+        start_of: dict[str, int] = {}
+        loop: list[int] = []
+        branches: list[tuple[int, str]] = []
+        address = 0
+        for line in text.splitlines():
+            bundle = _BUNDLE.match(line)
+            if bundle:
+                address = int(bundle[1], 16)
+                if bundle[2]:
+                    loop.append(address)
+                    branches += [(address, region) for region in _BRANCH.findall(line)]
+            start_of |= dict.fromkeys(_REGION.findall(line), address)
+        step = Block(loop[0], loop[-1] + 1, [])
+        for first, region in branches:
+            last = start_of.get(region, 0)
+            if last - first >= _MIN_BLOCK:
+                around = step
+                while around.inner and around.inner[-1].last > first:
+                    around = around.inner[-1]
+                around.inner.append(Block(first, last, []))
+        sizes = [tuple(map(_numbers, found)) for found in _WINDOW.findall(text)]
+        return cls(name, [(block, full) for block, full in sizes], step)
+
+
+def count_calls(text: str) -> dict[str, int]:
+    """Return how often the program with this HLO text calls each kernel.
+
+    The compiler writes one schedule for all calls of the same kernel.
+    """
+    calls = re.findall(r'%(grouped_(?:matmul|outer)[.\d]*) = .*?"body":"([^"]+)"', text)
+    bodies = [body for _, body in calls]
+    return {name: bodies.count(body) for name, body in calls}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def cycles(kernel: KernelSchedule, sizes: Any, hardware: Any, num_cores: int) -> float:
+    """Return the cycles of a kernel for the given numbers of rows per expert.
+
+    A multiplication takes at least as long as the matrix units need for its rows. Transfers overlap
+    with it, and take at least their bytes divided by the published bandwidth.
+    """
+    outer = kernel.name.startswith("grouped_outer")
+    count = _count_outer if outer else _count_matmul
+    *inputs, (block, whole) = kernel.windows
+    if outer:
+        tile, columns = kernel.windows[0][0], block[-1]
+        number = len(kernel.windows) // 2
+    else:
+        tile, columns = inputs[0][0], block[-1]
+        number = len(inputs) // 2
+    per_cycle = hardware.flops / 2 / hardware.clock_ghz / 1e9 / num_cores
+    peak = number * tile[1] * columns / per_cycle
+    inner_tiles = inputs[0][1][1] // tile[1]
+    turns = -(-(whole[-1] // columns) // num_cores)
+    busy, steps = count(kernel.step, sizes, tile[0], peak, inner_tiles)
+    rate = hardware.memory_gb_per_second / hardware.clock_ghz / num_cores
+    return turns * max(busy, _moved(kernel, sizes, steps, inner_tiles) / rate)
+
+
+def _count_matmul(
+    step: Block, sizes: Any, rows: int, peak: float, inner_tiles: int
+) -> tuple[float, float]:
+    """Return the cycles and the grid steps of one column tile of `grouped_matmul`."""
+    import numpy as np
+
+    from maxpipe.nn.expert_backends.blocks import make_block_steps
+
+    at = make_block_steps(sizes, int(sizes.sum()), rows)
+    start, first, stop = (np.asarray(each) for each in (at.start, at.first, at.stop))
+    used = first < stop
+    first, stop = (first - start)[used], np.minimum(stop - start, rows)[used]
+    (active,) = step.inner
+    part_sizes = [rows // 4, rows // 2, rows]
+    total, left = 0.0, np.ones(len(first), bool)
+    for part, size in zip(active.inner, part_sizes, strict=True):
+        fits = left & (stop - np.minimum(first // 32 * 32, rows - size) <= size)
+        left &= ~fits
+        stores = sum(each.bundles for each in part.inner) / inner_tiles
+        total += fits.sum() * max(part.bundles + stores, size * peak)
+    overhead = step.bundles + active.bundles
+    return inner_tiles * (total + len(first) * overhead), float(len(first) * inner_tiles)
+
+
+def _count_outer(
+    step: Block, sizes: Any, rows: int, peak: float, inner_tiles: int
+) -> tuple[float, float]:
+    """Return the cycles and the grid steps of one column tile of `grouped_outer`."""
+    import numpy as np
+
+    stops = np.cumsum(sizes)
+    begins = (stops - sizes) // 16 * 16
+    steps = float(np.maximum(1, -(-(stops - begins) // rows)).sum())
+    (active,) = step.inner
+    stores = sum(each.bundles for each in active.inner)
+    one = step.bundles + max(active.bundles, rows * peak)
+    return inner_tiles * (steps * one + len(sizes) * stores), steps * inner_tiles
+
+
+def _moved(kernel: KernelSchedule, sizes: Any, steps: float, inner_tiles: int) -> float:
+    """Return the bytes that one column tile of the output moves."""
+    import numpy as np
+
+    total = 0.0
+    for block, full in kernel.windows:
+        # The weights of an expert, and its gradients, remain in memory from one step to the next.
+        once = len(full) == 3 and (inner_tiles == 1 or kernel.name.startswith("grouped_outer"))
+        times = len(sizes) * (inner_tiles if once and inner_tiles > 1 else 1) if once else steps
+        total += 2 * float(np.prod(block)) * times
+    return total
