@@ -51,15 +51,39 @@ _ROW_ALIGNMENT = 16
 """Rows of bfloat16 in one register; tiles of weight gradients start at multiples of it."""
 _VMEM_BYTES = 29 * 2**19
 """Maximum memory in bytes for the tiles of one kernel: 14.5 of the 16 MiB that a kernel can use."""
-_MACS_PER_CYCLE, _BYTES_PER_CYCLE, _STEP_CYCLES = 2**16, 2**9, 150
-"""Approximate rates of one TPU core, and the overhead of a grid step, to compare tile sizes. The
-overhead is the number of instructions outside of the matmul in compiled kernels."""
+_MATMUL_STEP_CYCLES, _OUTER_STEP_CYCLES = 150, 700
+"""Approximate overhead of a grid step in compiled kernels. Weight gradients have a larger one,
+because rows are transposed and added to sums in memory."""
 _BOUNDARY_TILES = 0.375
 """Mean number of additional row tiles to multiply per boundary between experts. The two parts of
 a tile at such a boundary are multiplied separately. One of them is a full tile, and the other one
 is half of a tile or a quarter."""
-_TWO_CORES = re.compile(r"TPU v(4|5|5p)$")
-"""Device kinds with two cores, which process different columns of the output."""
+
+
+class _Cores(NamedTuple):
+    """Cores of a device, with published rates, to compare tile sizes."""
+
+    number: int
+    """Number of cores of a device. Each of them processes different columns of the output."""
+    macs: int
+    """Multiply-adds of one core per cycle."""
+    num_bytes: int
+    """Bytes that one core reads or writes per cycle."""
+
+
+_CORES = {
+    r"TPU v4": _Cores(2, 2**16, 570),
+    r"TPU v5p?": _Cores(2, 2**16, 790),
+    r"TPU v6 ?(lite|e)": _Cores(1, 2**18, 940),
+    r"TPU ?7x": _Cores(1, 2**18, 1680),
+}
+"""Cores, keyed by pattern of device kinds."""
+_OTHER_CORES = _Cores(1, 2**16, 550)
+
+
+def _cores() -> _Cores:
+    kind = mesh_device_kind()
+    return next((each for name, each in _CORES.items() if re.fullmatch(name, kind)), _OTHER_CORES)
 
 
 def grouped_matmul(
@@ -290,7 +314,7 @@ def matmul_tiles(
         loads = num_experts if inner == contracted else steps
         loaded = steps * rows * inner + loads * inner * columns + num_tiles * rows * columns
         macs = (num_rows + _BOUNDARY_TILES * (num_experts - 1) * rows) * contracted * columns
-        one = _cycles(num_pairs * macs, num_pairs * size * loaded, steps)
+        one = _cycles(num_pairs * macs, num_pairs * size * loaded, steps * _MATMUL_STEP_CYCLES)
         return one * _turns(width // columns)
 
     def num_bytes(tiles: Tiles) -> int:
@@ -316,7 +340,9 @@ def outer_tiles(
         rows, depth, columns = tiles
         steps = num_rows / rows + num_experts * (0.5 + _ROW_ALIGNMENT / 2 / rows)
         loaded = steps * rows * (depth + number * columns) + num_experts * depth * columns * number
-        one = _cycles(number * steps * rows * depth * columns, size * loaded, 2.5 * steps)
+        one = _cycles(
+            number * steps * rows * depth * columns, size * loaded, steps * _OUTER_STEP_CYCLES
+        )
         return one * first // depth * _turns(second // columns)
 
     def num_bytes(tiles: Tiles) -> int:
@@ -329,13 +355,14 @@ def outer_tiles(
     return min(fitting, key=cost, default=None)
 
 
-def _cycles(macs: float, num_bytes: float, steps: float) -> float:
-    return max(macs / _MACS_PER_CYCLE, num_bytes / _BYTES_PER_CYCLE) + steps * _STEP_CYCLES
+def _cycles(macs: float, num_bytes: float, overhead: float) -> float:
+    cores = _cores()
+    return max(macs / cores.macs, num_bytes / cores.num_bytes) + overhead
 
 
 def _turns(num_columns: int) -> int:
     """Return the number of column tiles that one core processes."""
-    return -(-num_columns // 2) if _TWO_CORES.match(mesh_device_kind()) else num_columns
+    return -(-num_columns // _cores().number)
 
 
 def _candidates(rows: Sequence[int], first: int, second: int) -> Iterator[Tiles]:
