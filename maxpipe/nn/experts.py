@@ -51,8 +51,9 @@ from maxpipe.parallel.collectives import (
     sum_count,
 )
 from maxpipe.parallel.lora_weight import LoraWeight, base_weights
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
 from maxpipe.parallel.mesh import CONTEXT, EXPERT
-from maxpipe.parallel.quantized_matmul import MatmulQuantizer, quantized_einsum
+from maxpipe.parallel.quantized_matmul import quantized_einsum
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 

@@ -23,7 +23,7 @@ from maxpipe.nn.token_permutation import (
     sum_rows_by_token,
 )
 from maxpipe.parallel.collectives import map_shards
-from maxpipe.parallel.quantized_matmul import MatmulQuantizer
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
 from maxpipe.parallel.sharding import AxisRules, auto_axes
 
 

@@ -16,12 +16,9 @@ from maxpipe.models.layers import mlp
 from maxpipe.nn.activation_statistics import ActivationRecorder
 from maxpipe.nn.module import LayerContext, Output, SpecModule
 from maxpipe.parallel import quantized_matmul
-from maxpipe.parallel.quantized_matmul import (
-    MatmulQuantizer,
-    Weight,
-    compute_max_abs,
-    weight_residual,
-)
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer, Weight
+from maxpipe.parallel.quantized_array import compute_max_abs
+from maxpipe.parallel.quantized_matmul import weight_residual
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 

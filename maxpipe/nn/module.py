@@ -16,7 +16,7 @@ from maxpipe.models.layers import mlp
 from maxpipe.models.spec import Number, Part
 from maxpipe.nn.activation_statistics import ActivationRecorder
 from maxpipe.parallel.collectives import Statistic
-from maxpipe.parallel.quantized_matmul import MatmulQuantizer
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules
 

@@ -30,9 +30,8 @@ from jaxtyping import Float
 from maxpipe.parallel import scopes
 from maxpipe.parallel.axes import MICROSCALING_BLOCK
 from maxpipe.parallel.collectives import map_shards, mark_varying
+from maxpipe.parallel.quantized_array import Dims, QuantizedArray
 from maxpipe.parallel.sharding import auto_axes, entry_axes
-
-Dims = Sequence[int]
 
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
@@ -43,17 +42,6 @@ _LARGEST_EXPONENT = 8
 """Exponent of 448, the largest e4m3 number."""
 _LARGEST_MANTISSA = 3 << (_MANTISSA_BITS - 2)
 """Mantissa of 448 = 1.75 x 2^8 in float32."""
-
-
-class QuantizedArray(NamedTuple):
-    """8-bit numbers, and the float32 scales by which they are multiplied.
-
-    The scales of a block-scaled array are e8m0 codes with the dims of `values`, except that one dim
-    is divided by the block size.
-    """
-
-    values: Array
-    scales: Array
 
 
 OperandSpecs = tuple[PartitionSpec, PartitionSpec]

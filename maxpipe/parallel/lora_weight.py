@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from maxpipe.parallel.collectives import local_positions
-from maxpipe.parallel.quantized_matmul import QuantizedWeight
+from maxpipe.parallel.matmul_quantizer import QuantizedWeight
 
 
 def dropout(

@@ -29,8 +29,8 @@ from maxpipe.parallel.block_scales import MatmulSharding
 from maxpipe.parallel.collective_matmul import TOKEN_DIM
 from maxpipe.parallel.collectives import map_shards
 from maxpipe.parallel.lora_weight import LoraWeight, base_weights
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer, QuantizedWeight, ScaledMatmul, Weight
 from maxpipe.parallel.mesh import CONTEXT, TOKEN_AXES
-from maxpipe.parallel.quantized_matmul import MatmulQuantizer, QuantizedWeight, ScaledMatmul, Weight
 from maxpipe.parallel.sharding import AxisRules, auto_axes, restrict_spec
 
 LogicalAxes = Sequence[str | None]

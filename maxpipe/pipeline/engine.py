@@ -29,8 +29,8 @@ from maxpipe.parallel.collectives import (
     shard_tokens,
     sum_over,
 )
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
 from maxpipe.parallel.mesh import CONTEXT, STAGE, TOKEN_AXES
-from maxpipe.parallel.quantized_matmul import MatmulQuantizer
 from maxpipe.parallel.sharding import BATCH_SPEC, reshard_explicit, restrict_spec
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import mask_other_devices, sum_by_source

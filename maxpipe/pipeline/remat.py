@@ -33,7 +33,7 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from maxpipe.parallel.collectives import Statistic, mark_varying
-from maxpipe.parallel.quantized_matmul import is_quantized_weight
+from maxpipe.parallel.matmul_quantizer import is_quantized_weight
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
 
 Arrays = Sequence[Any]

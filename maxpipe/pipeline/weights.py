@@ -28,8 +28,8 @@ from maxpipe.parallel.collectives import (
     reduce_scatter,
     sum_over,
 )
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer, is_quantized_weight
 from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
-from maxpipe.parallel.quantized_matmul import MatmulQuantizer, is_quantized_weight
 from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 

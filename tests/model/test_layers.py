@@ -17,7 +17,8 @@ from maxpipe.nn.decoder import init_params, normal_approximation
 from maxpipe.nn.mlp import GatedMLP, gated_activation, quantized_gated_mlp
 from maxpipe.nn.module import LayerNorm, RMSNorm
 from maxpipe.parallel.lora_weight import dropout
-from maxpipe.parallel.quantized_matmul import MatmulQuantizer, matmuls
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
+from maxpipe.parallel.quantized_matmul import matmuls
 from tests.nn.parts import RULES, assert_close, context, with_values
 
 NO_CONTEXT = context([[0]], [[0]])

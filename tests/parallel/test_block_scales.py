@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from maxpipe.parallel import block_scales
-from maxpipe.parallel.block_scales import QuantizedArray
-from maxpipe.parallel.quantized_matmul import MatmulQuantizer, matmul
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
+from maxpipe.parallel.quantized_array import QuantizedArray
+from maxpipe.parallel.quantized_matmul import matmul
 from tests.parallel.test_quantized_matmul import with_gradients
 
 BLOCK = 32

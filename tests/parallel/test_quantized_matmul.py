@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from maxpipe.parallel import quantized_matmul
-from maxpipe.parallel.quantized_matmul import (
-    MatmulQuantizer,
+from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
+from maxpipe.parallel.quantized_array import (
     max_of_dtype,
     quantize_array,
     quantize_dequantize_blocks,

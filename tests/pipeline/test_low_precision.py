@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from maxpipe.models.moe import MoeConfig
-from maxpipe.parallel import block_scales, quantized_matmul
-from maxpipe.parallel.block_scales import QuantizedArray
+from maxpipe.parallel import block_scales, matmul_quantizer, quantized_array
+from maxpipe.parallel.quantized_array import QuantizedArray
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GROUPED, QWEN2, ROOM, V3
@@ -64,17 +64,18 @@ def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
 
     def wave(x: jax.Array, dtype: Any) -> jax.Array:
-        return x * (1 + 0.3 * jnp.sin(3 * x / quantized_matmul.max_of_dtype(dtype)))
+        return x * (1 + 0.3 * jnp.sin(3 * x / quantized_array.max_of_dtype(dtype)))
 
-    monkeypatch.setattr(quantized_matmul, "_round_to_dtype", wave)
-    monkeypatch.setattr(quantized_matmul, "_next_power_of_two", lambda x: x)  # also a step function
-    monkeypatch.setattr(quantized_matmul, "QUANTIZATION_BLOCK", 4)
+    for module in (quantized_array, matmul_quantizer):
+        monkeypatch.setattr(module, "round_to_dtype", wave)
+    monkeypatch.setattr(quantized_array, "_next_power_of_two", lambda x: x)  # also a step function
+    monkeypatch.setattr(quantized_array, "QUANTIZATION_BLOCK", 4)
 
     def quantize_blocks(x: jax.Array, dim: int) -> QuantizedArray:
         dim %= x.ndim
         split = block_scales._split_blocks(x.astype(jnp.float32), dim)
         most = jnp.abs(split).max(dim + 1, keepdims=True)
-        scales = quantized_matmul.compute_scale(most, jnp.float8_e4m3fn)
+        scales = quantized_array.compute_scale(most, jnp.float8_e4m3fn)
         values = wave(split / scales, jnp.float8_e4m3fn).reshape(x.shape)
         return QuantizedArray(values, scales.squeeze(dim + 1))
 
