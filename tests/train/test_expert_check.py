@@ -18,6 +18,7 @@ from maxpipe.nn import experts
 from maxpipe.nn.expert_backends import ragged_dot, triton
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
+from maxpipe.planner.sizes import with_expert_shards
 from maxpipe.train import expert_check as expert_check_module
 from maxpipe.train.expert_check import compare_exchanges, exchange_check, expert_check
 from tests.cases import MODEL
@@ -65,9 +66,7 @@ def test_row_tiles_of_the_run_are_checked(
         return right * (1.1 if tiles.rows == wrong else 1.0)
 
     monkeypatch.setattr(ragged_dot, "grouped_matmul", run)
-    model = model_of("ragged_dot").map_parts(
-        lambda part: part.with_shards(1, 1, num_tokens, num_tokens) if is_expert(part) else part
-    )
+    model = with_expert_shards(model_of("ragged_dot"), 1, 1, num_tokens, num_tokens)
     for wrong in (tile, 2 * tile):
         check = expert_check(model, "bfloat16", num_tokens=num_tokens)
         assert check.cases[0].endswith(f"tiles of {tile} rows")
@@ -75,18 +74,13 @@ def test_row_tiles_of_the_run_are_checked(
         assert found is not None and found.ok == (wrong != tile)
 
 
-def is_expert(part: Any) -> bool:
-    return hasattr(part, "with_shards")
-
-
 def test_row_tiles_depend_on_shards_and_chunks() -> None:
     """Every device has one of four experts, to which 64 rows are sent in 1 or 4 chunks."""
     cases = []
     for chunks in (1, 4):
-        model = model_of("ragged_dot", all_to_all_chunks=chunks).map_parts(
-            lambda part: part.with_shards(4, 1, 16, 16) if is_expert(part) else part
-        )
-        cases += expert_check(model, "bfloat16", num_tokens=16).cases
+        model = model_of("ragged_dot", all_to_all_chunks=chunks)
+        sharded = with_expert_shards(model, 4, 1, 16, 16)
+        cases += expert_check(sharded, "bfloat16", num_tokens=16).cases
     assert [case.split()[-2] for case in cases] == ["64", "16"]
 
 
