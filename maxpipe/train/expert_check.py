@@ -18,33 +18,46 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.errors import Code, ConfigError
 from maxpipe.models.layers.experts import AllToAll, Experts
 from maxpipe.models.spec import Model
-from maxpipe.nn.expert_backends import dispatch
+from maxpipe.nn.expert_backends import dispatch, triton
 from maxpipe.nn.experts import exchange_rows
 from maxpipe.parallel.collectives import all_to_all, manual_axes_of, mark_varying
 from maxpipe.parallel.mesh import EXPERT
-from maxpipe.train.kernel_check import KernelCheck, KernelDeviation, deviation
+from maxpipe.train.kernel_check import (
+    KernelCheck,
+    KernelDeviation,
+    deviation,
+    reporting_compile_errors,
+)
 
 _ROOM, _WIDTH = 24, 256
 """Rows that a device can send to another device, and their width, in the check of the all-to-all.
 """
-_SIZES = (200, 0, 77, 107)
-"""Number of rows of each expert. One expert has no rows, and the others begin inside a tile."""
+_SIZES, _ROW_TILE = (200, 0, 77, 107), 128
+"""Number of rows of each expert, for tiles of `_ROW_TILE` rows. One expert has no rows, and the
+others begin inside a tile."""
 _WIDTHS, _REMAINDER = 1024, 256
 """Larger widths are replaced by about 1024, with the same remainder of the division by 256. The
 kernels then mask the same part of their last tile, and the check needs little memory and time."""
 
 
-def expert_check(model: Model, dtype: str, tensor: int = 1, family: str = "moe") -> KernelCheck:
+def expert_check(
+    model: Model, dtype: str, tensor: int = 1, family: str = "moe", num_tokens: int = 0
+) -> KernelCheck:
     """Return the check of all experts whose tokens are sorted by expert.
 
     The loop is not checked. CPUs use the loop, unless `expert_backend` selects another
-    implementation.
-    `tensor` is the number of devices that share the hidden width of an expert.
+    implementation. `tensor` is the number of devices that share the hidden width of an expert.
+    `num_tokens` is the number of tokens on one device in a microbatch of `model`, or 0 to check
+    the largest tiles.
     """
-    cases, key = [*_cases(model, tensor)], f"model.{family}.expert_backend"
+    cases = [*_cases(model, dtype, tensor, num_tokens)]
+    key = f"model.{family}.expert_backend"
     return KernelCheck(
         "experts",
-        [f"{part.backend} {width} x {hidden}" for part, width, hidden in cases],
+        [
+            f"{part.backend} {width} x {hidden}, tiles of {tile} rows"
+            for part, width, hidden, tile in cases
+        ],
         lambda: [each for case in cases for each in _compare(*case, dtype)],
         lambda rule: ConfigError.one(Code.MODEL_EXPERTS, key, None, rule, f"Set {key}=loop."),
     )
@@ -110,39 +123,64 @@ def compare_exchanges(mesh: Mesh, dtype: str) -> KernelDeviation:
             mesh=mesh,
         )
     )
-    there, back = jax.device_get(compare(place(values), place(counts.reshape(-1))))
+    given = place(values), place(counts.reshape(-1))
+    with reporting_compile_errors():
+        run = compare.lower(*given).compile()
+    there, back = jax.device_get(run(*given))
     return KernelDeviation("ragged all-to-all", float(there), float(back), 0.0)
 
 
-def _cases(model: Model, tensor: int) -> Iterator[tuple[Experts, int, int]]:
-    """Yield (sublayer, input width, hidden width on one device) for all distinct sizes."""
-    uses_loop = jax.local_devices()[0].platform == "cpu"
-    seen: set[tuple[int, int]] = set()
+def _cases(
+    model: Model, dtype: str, tensor: int, num_tokens: int
+) -> Iterator[tuple[Experts, int, int, int]]:
+    """Yield (sublayer, input width, hidden width on one device, rows per tile) for all distinct
+    sizes.
+    """
+    platform = jax.local_devices()[0].platform
+    uses_loop = platform == "cpu"
+    seen: set[tuple[int, int, int]] = set()
     for kind in model.layer_types.values():
         for part in kind.parts.values():
             if not isinstance(part, Experts) or not part.permutes_tokens:
                 continue
             if part.backend == "loop" or (part.backend == "auto" and uses_loop):
                 continue
-            sizes = _checked_width(part.d_model), _checked_width(-(-part.d_mlp // tensor))
+            # Tiles on TPUs have at least 128 rows.
+            rows = _rows_per_expert(part, num_tokens) if platform != "tpu" else _ROW_TILE
+            sizes = (
+                _checked_width(part.d_model),
+                _checked_width(-(-part.d_mlp // tensor)),
+                triton.row_tile(rows, dtype),
+            )
             if sizes not in seen:
                 seen.add(sizes)
                 yield part, *sizes
+
+
+def _rows_per_expert(part: Experts, num_tokens: int) -> float:
+    """Return the mean number of rows per expert in one grouped matmul."""
+    if part.rows_received is None or not num_tokens:
+        return _ROW_TILE
+    chunks = part.all_to_all_chunks if part.shards > 1 else 1
+    return part.rows_received * num_tokens / chunks / (part.num_experts // part.shards)
 
 
 def _checked_width(width: int) -> int:
     return min(width, _WIDTHS + width % _REMAINDER)
 
 
-def _compare(part: Experts, width: int, hidden: int, dtype: str) -> Iterator[KernelDeviation]:
+def _compare(
+    part: Experts, width: int, hidden: int, row_tile: int, dtype: str
+) -> Iterator[KernelDeviation]:
     """Yield the deviations of the input projections and of the output projection."""
     random, num_experts = np.random.default_rng(0), len(_SIZES)
-    sizes = jnp.asarray(_SIZES, jnp.int32)
+    counts = [size * row_tile // _ROW_TILE for size in _SIZES]
+    num_rows, sizes = sum(counts), jnp.asarray(counts, jnp.int32)
     # The gate and the up projection have the same input.
     for dim, number, (first, second) in ((1, 2, (width, hidden)), (0, 1, (hidden, width))):
         shape = [first, second]
         shape.insert(dim, num_experts)
-        shapes = ((sum(_SIZES), first), *[shape] * number, *[(sum(_SIZES), second)] * number)
+        shapes = ((num_rows, first), *[shape] * number, *[(num_rows, second)] * number)
         given = [jnp.asarray(random.standard_normal(each), dtype) for each in shapes]
 
         def run(

@@ -9,7 +9,8 @@ is not repeated on the same hardware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -30,6 +31,9 @@ _TOLERANCE_FACTOR = 4.0
 """Maximum ratio of a kernel's error to the error of the plain operations."""
 _MIN_TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-6}
 """Error that every kernel is allowed, relative to the array's largest element."""
+
+
+_MAX_REASON = 300
 
 
 class _CheckEvent(TypedDict):
@@ -58,13 +62,32 @@ class KernelDeviation:
         )
 
 
+class KernelCompileError(Exception):
+    """A kernel that does not compile."""
+
+
+@contextmanager
+def reporting_compile_errors() -> Iterator[None]:
+    """Convert all errors of the body, which compiles kernels without running them."""
+    try:
+        yield
+    except Exception as error:
+        raise KernelCompileError(_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    name = "" if isinstance(error, KernelCompileError) else f"{type(error).__name__}: "
+    return f"{name}{(str(error).splitlines() or [''])[0]}"[:_MAX_REASON]
+
+
 class KernelCheck(NamedTuple):
     """A check of all kernels of one kind that a model uses."""
 
     kind: str
     """Kind of kernels, such as `attention`."""
     cases: Sequence[str]
-    """Backend, sizes and options of each compared kernel. Empty if the model uses no kernels."""
+    """Backend, sizes and options of each compared kernel, equal on all processes. Empty if the
+    model uses no kernels."""
     compare: Callable[[], Sequence[KernelDeviation]]
     """Run all cases."""
     error: Callable[[str], ConfigError]
@@ -121,30 +144,42 @@ def check_kernels(session: Session, checks: Sequence[KernelCheck]) -> None:
     """Run the checks that this run has not already passed on this hardware.
 
     Raises:
-        ConfigError: the errors exceed the limit on at least one process.
+        ConfigError: on at least one process, the errors exceed the limit or a kernel fails.
     """
     for check in checks:
         _check(session, check)
 
 
 def _check(session: Session, check: KernelCheck) -> None:
-    found = None
+    if not check.cases:
+        return
+    found, fault = None, ""
+    where = f"on {jax.local_devices()[0].device_kind} with jax {jax.__version__}"
     description = check.description(session.config.model.compute_dtype)
-    is_due = bool(check.cases) and not _was_checked(session.run_dir, description)
+    is_due = not _was_checked(session.run_dir, description)
     if check.mesh is not None:
         verdicts = session.channel.compare_across_processes(f"{check.kind} due", str(is_due))
         is_due = str(True) in verdicts
     if is_due:
         with session.console.stage(f"checking {check.kind}"):
-            found = check.run()
-    # Processes that ran no check also join this collective: if one must stop, all must stop.
-    verdict = "" if found is None or found.ok else str(found)
-    worst = max(session.channel.compare_across_processes(check.kind, verdict))
-    if worst:
-        raise check.error(
-            f"differs from plain {check.kind} on {jax.local_devices()[0].device_kind} with jax "
-            f"{jax.__version__}: {worst}, relative to the largest element."
+            try:
+                found = check.run()
+            except Exception as error:
+                fault = f"fails {where}: {_first_line(error)}"
+                if check.mesh is not None:
+                    # Other processes may wait for this one in the exchange, so this process cannot
+                    # compare its result with theirs. The exchange also fails if a process is lost.
+                    is_lost = not isinstance(error, KernelCompileError)
+                    if is_lost and jax.process_count() > 1:
+                        raise
+                    raise check.error(fault) from error
+    if found is not None and not found.ok:
+        fault = (
+            f"differs from plain {check.kind} {where}: {found}, relative to the largest element."
         )
+    # Processes that ran no check also join this collective: if one must stop, all must stop.
+    if worst := max(session.channel.compare_across_processes(check.kind, fault)):
+        raise check.error(worst)
     if found is not None:
         session.console.note(f"{check.kind}: {found}")
         session.events.write(

@@ -37,10 +37,11 @@ from maxpipe.io.formatting import format_count, pluralize
 from maxpipe.models import registry, resolve_auto
 from maxpipe.models.count import active_params, num_params, num_trained
 from maxpipe.models.spec import Model
-from maxpipe.parallel.mesh import describe_mesh
+from maxpipe.parallel.mesh import BATCH_AXES, describe_mesh
 from maxpipe.planner.memory_terms import TERMS
 from maxpipe.planner.report import plan_values
 from maxpipe.planner.search import evaluate
+from maxpipe.planner.sizes import with_expert_shards
 from maxpipe.posttrain.distill import TeacherSource, open_teacher_source
 from maxpipe.posttrain.reference_logprobs import PairReferences, needs_references
 from maxpipe.posttrain.rollouts import Rollouts
@@ -169,13 +170,17 @@ def _check_kernels(session: Session, steps: Steps) -> None:
     """Compare the kernels of the model with plain operations on this hardware.
 
     Raises:
-        ConfigError: a kernel's errors are too large.
+        ConfigError: a kernel fails, or its errors are too large.
     """
     model, mesh = steps.param_layout.decoder.model, steps.param_layout.mesh
     dtype, family = session.config.model.compute_dtype, session.config.model.family
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    rows = steps.shape[0] // shards // steps.train_schedule.num_microbatches
+    tokens = steps.shape[1] // mesh.shape["context"]
+    sharded = with_expert_shards(model, mesh.shape["expert"], rows, tokens, steps.shape[1])
     checks = [
         attention_check(model, dtype, steps.shape[1]),
-        expert_check(model, dtype, mesh.shape["tensor"], family),
+        expert_check(sharded, dtype, mesh.shape["tensor"], family, rows * tokens),
         exchange_check(model, mesh, dtype, family),
     ]
     check_kernels(session, checks)

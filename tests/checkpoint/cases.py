@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,21 @@ from maxpipe.checkpoint.manager import CheckpointManager, open_run
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 
 Tree = dict[str, Any]
+
+
+class Faults:
+    """A number of faults that the threads of a test share."""
+
+    def __init__(self, number: int):
+        self.left, self._lock = number, threading.Lock()
+
+    def take(self) -> bool:
+        """Return whether the calling thread must inject a fault."""
+        with self._lock:
+            if self.left:
+                self.left -= 1
+                return True
+            return False
 
 
 def tree(step: int) -> Tree:

@@ -27,7 +27,7 @@ from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import DivergenceError, ExitCode, StorageError
 from maxpipe.io.typed_json import dump_checksummed
-from tests.checkpoint.cases import abstract, config, data, put, save, tree
+from tests.checkpoint.cases import Faults, abstract, config, data, put, save, tree
 from tests.errors import contains
 
 Tree = dict[str, Any]
@@ -150,11 +150,10 @@ def test_manifest_is_never_written_for_repeated_corruption(
 @pytest.mark.fault("K1")
 def test_host_copy_corrupted_during_write_is_detected(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """In the first attempt, the digested copy differs by one bit from what orbax writes."""
-    real, left = digests.digest_host_copies, [1]
+    real, faults = digests.digest_host_copies, Faults(1)
 
     def sums(state: Tree, taken: digests.HostCopies) -> Any:
-        if left[0]:
-            left[0] -= 1
+        if faults.take():
             part, start = taken["params.embedding"][0]
             part = part.copy()
             part.view(np.uint32)[3, 5] ^= 1 << 7
@@ -174,12 +173,11 @@ def test_host_copy_corrupted_during_write_is_detected(copy: Path, monkeypatch: p
 @pytest.mark.fault("K1")
 def test_bit_flip_while_writing_manifest_is_detected(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """Otherwise an intact checkpoint would be reported as damaged from then on."""
-    real, left = manifest._digest, [1]
+    real, faults = manifest._digest, Faults(1)
 
     def digest_of(path: Any, drop: bool) -> manifest.ManifestFile:
         found = real(path, drop)
-        if drop and left[0]:
-            left[0] -= 1
+        if drop and faults.take():
             found["sha256"] = found["sha256"][::-1]
         return found
 
@@ -245,12 +243,11 @@ def test_bit_flip_while_reading_arrays_is_detected(
     times: int, copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logs
 ):
     """A single bad read is retried. If the second read is bad, too, the step is damaged."""
-    real, left = CheckpointFolder.arrays, [times]
+    real, faults = CheckpointFolder.arrays, Faults(times)
 
     def read(self: CheckpointFolder, step: int, wanted: Tree | None = None) -> Tree:
         state = real(self, step, wanted)
-        if step == 6 and left[0]:
-            left[0] -= 1
+        if step == 6 and faults.take():
             state["optimizer"]["mu"]["embedding"] = -state["optimizer"]["mu"]["embedding"]
         return state
 
@@ -265,17 +262,16 @@ def test_bit_flip_while_reading_arrays_is_detected(
 
 @pytest.mark.fault("K2")
 def test_transient_read_corruption_is_not_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
-    real, left = manifest._digest, [1]
+    real, faults = manifest._digest, Faults(1)
 
     def digest_of(path: Any, *options: bool) -> manifest.ManifestFile:
         found = real(path, *options)
-        if "/6/state/d/" in str(path) and left[0]:
-            left[0] -= 1
+        if "/6/state/d/" in str(path) and faults.take():
             found["sha256"] = found["sha256"][::-1]
         return found
 
     monkeypatch.setattr(manifest, "_digest", digest_of)
-    assert resume(copy) == (6, []) and names(copy) == ["3", "6"] and left == [0]
+    assert resume(copy) == (6, []) and names(copy) == ["3", "6"] and not faults.left
 
 
 # --- failing storage ------------------------------------------------------------------------
@@ -297,18 +293,17 @@ READERS = {
 
 def inject_read_errors(
     monkeypatch: pytest.MonkeyPatch, reader: str, error: Exception, times: int
-) -> list[int]:
+) -> Faults:
     owner, name, part = READERS[reader]
-    real, left = getattr(owner, name), [times]
+    real, faults = getattr(owner, name), Faults(times)
 
     def read(*args: Any, **options: Any) -> Any:
-        if any(part in str(each) for each in args[:2]) and left[0]:
-            left[0] -= 1
+        if any(part in str(each) for each in args[:2]) and faults.take():
             raise error
         return real(*args, **options)
 
     monkeypatch.setattr(owner, name, read)
-    return left
+    return faults
 
 
 @pytest.mark.fault("K5")
@@ -321,9 +316,9 @@ def test_storage_errors_do_not_change_checkpoints(
     for reader in READERS:
         error = in_words if reader in ("shapes", "arrays") else OSError(number, "it fails")
         with monkeypatch.context() as patch:
-            left = inject_read_errors(patch, reader, error, 2)
+            faults = inject_read_errors(patch, reader, error, 2)
             assert resume(copy) == (6, []), reader
-            assert left == [0], reader
+            assert not faults.left, reader
         with monkeypatch.context() as patch:
             inject_read_errors(patch, reader, error, 10_000)
             with pytest.raises(StorageError, match=r"cannot be (reached|written) .*\n.*it fails"):

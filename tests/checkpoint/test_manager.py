@@ -26,7 +26,7 @@ from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, op
 from maxpipe.checkpoint.storage import DamagedError
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import Code, ConfigError, StorageError
-from tests.checkpoint.cases import abstract, config, data, files, put, restore, save, tree
+from tests.checkpoint.cases import Faults, abstract, config, data, files, put, restore, save, tree
 from tests.errors import assert_error, without_codes
 
 Tree = dict[str, Any]
@@ -262,11 +262,10 @@ def resume(run_dir: Path, **options: Any) -> tuple[int, list[str]]:
 
 def inject_read_errors(monkeypatch: pytest.MonkeyPatch, error: OSError, times: int) -> None:
     """Make the next `times` reads of array files of step 6 fail with this error."""
-    true, left = manifest._digest, [times]
+    true, faults = manifest._digest, Faults(times)
 
     def digest_of(path: Any, *options: bool) -> manifest.ManifestFile:
-        if "/6/state/d/" in str(path) and left[0] > 0:
-            left[0] -= 1
+        if "/6/state/d/" in str(path) and faults.take():
             raise error
         return true(path, *options)
 

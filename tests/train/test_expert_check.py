@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import pytest
 
+from maxpipe.distributed.coordinator import free_port
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
@@ -17,6 +18,7 @@ from maxpipe.nn import experts
 from maxpipe.nn.expert_backends import ragged_dot, triton
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
+from maxpipe.planner.sizes import with_expert_shards
 from maxpipe.train import expert_check as expert_check_module
 from maxpipe.train.expert_check import compare_exchanges, exchange_check, expert_check
 from tests.cases import MODEL
@@ -33,7 +35,8 @@ def test_ragged_dot_passes(dtype: str) -> None:
     check = expert_check(model_of("ragged_dot"), dtype)
     found = check.run()
     assert found is not None and found.ok, found
-    assert check.cases == [f"ragged_dot {MODEL.d_model} x 24"]
+    tile = 64 if dtype == "float32" else 128
+    assert check.cases == [f"ragged_dot {MODEL.d_model} x 24, tiles of {tile} rows"]
     if dtype == "float32":
         assert found.result < 1e-5 and found.gradients < 1e-5
 
@@ -46,6 +49,39 @@ def test_triton_kernels_pass(dtype: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(ragged_dot, name, run)
     found = expert_check(model_of("ragged_dot"), dtype).run()
     assert found is not None and found.ok, found
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "tile"), [(4, 16), (40, 32), (100, 64), (10_000, 128)], ids=str
+)
+def test_row_tiles_of_the_run_are_checked(
+    num_tokens: int, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the kernel with the tiles of this run is wrong."""
+
+    def run(rows: Any, weights: Any, sizes: Any, **options: Any) -> Any:
+        width = weights.shape[2 if not options["transposed"] else 1 - options["dim"]]
+        tiles = triton.matmul_tiles(len(rows), len(sizes), rows.shape[1], width, rows.dtype, 99_000)
+        right = triton.grouped_matmul(rows, weights, sizes, **options, interpret=True)
+        return right * (1.1 if tiles.rows == wrong else 1.0)
+
+    monkeypatch.setattr(ragged_dot, "grouped_matmul", run)
+    model = with_expert_shards(model_of("ragged_dot"), 1, 1, num_tokens, num_tokens)
+    for wrong in (tile, 2 * tile):
+        check = expert_check(model, "bfloat16", num_tokens=num_tokens)
+        assert check.cases[0].endswith(f"tiles of {tile} rows")
+        found = check.run()
+        assert found is not None and found.ok == (wrong != tile)
+
+
+def test_row_tiles_depend_on_shards_and_chunks() -> None:
+    """Every device has one of four experts, to which 64 rows are sent in 1 or 4 chunks."""
+    cases = []
+    for chunks in (1, 4):
+        model = model_of("ragged_dot", all_to_all_chunks=chunks)
+        sharded = with_expert_shards(model, 4, 1, 16, 16)
+        cases += expert_check(sharded, "bfloat16", num_tokens=16).cases
+    assert [case.split()[-2] for case in cases] == ["64", "16"]
 
 
 @pytest.mark.parametrize("name", ["grouped_matmul", "grouped_outer"])
@@ -109,7 +145,7 @@ def test_exchanges_are_compared_on_all_devices(
 def test_large_widths_are_checked_with_the_same_last_tile(given: int, checked: int) -> None:
     own = MoeConfig(num_experts=4, top_k=2, d_expert=given, expert_backend="ragged_dot")
     (case,) = expert_check(describe(replace(MODEL, family="moe", own=own)), "float32").cases
-    assert case.endswith(f"x {checked}") and given % 256 == checked % 256
+    assert f" x {checked}," in case and given % 256 == checked % 256
 
 
 BROKEN = """
@@ -131,3 +167,34 @@ def test_run_with_wrong_backend_does_not_start(tiny: Path, tmp_path: Path, start
     assert "model.moe.expert_backend" in output and "ragged_dot has errors of" in output
     assert "Set model.moe.expert_backend=loop." in output and "Traceback" not in output
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+FAILING = """
+from maxpipe.nn.expert_backends import ragged_dot
+def fail(*given, **how):
+    raise NotImplementedError("no kernel for this device\\nmore")
+ragged_dot.grouped_outer = fail
+"""
+
+
+@pytest.mark.long
+@pytest.mark.multihost
+def test_kernel_that_fails_in_one_process_stops_all(
+    tiny: Path, tmp_path: Path, start: Start
+) -> None:
+    """The first process has no failing kernel, but must not wait for the second."""
+    modules = write_module(tmp_path / "modules", FAILING)
+    given = (tiny, f"run.dir={tmp_path}", "train.steps=2", "eval.batches=0", "eval.every=0")
+    given += ("model.family=moe", "model.moe.num_experts=4", "model.moe.expert_backend=ragged_dot")
+    given += ("mesh.cpu_devices=1", "mesh.ici_stage=1", "mesh.dcn_fsdp=2")
+    given += ("pipeline.microbatches=1", "runtime.num_processes=2")
+    given += (f"runtime.coordinator=127.0.0.1:{free_port()}",)
+    processes = [
+        start("train", *given, f"runtime.process_id={rank}", modules=modules if rank else None)
+        for rank in range(2)
+    ]
+    outputs = wait_for_outputs(processes)
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    assert "model.moe.expert_backend" in outputs[0] and "Traceback" not in "".join(outputs)
+    assert "fails on cpu with jax" in outputs[0] and "NotImplementedError: no kernel" in outputs[0]
+    assert "Set model.moe.expert_backend=loop." in outputs[0]

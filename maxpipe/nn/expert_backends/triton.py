@@ -65,16 +65,21 @@ def shared_bytes(kind: str) -> int:
     return next(found, _SMALLEST_SHARED_BYTES)
 
 
+def row_tile(rows_per_expert: float, dtype: Any) -> int:
+    """Return the number of rows in a tile of `grouped_matmul`.
+
+    It is at most the smallest power of two that is not less than the mean number of rows per
+    expert, because a tile is processed once for each expert whose rows it contains.
+    """
+    return _power_of_two(rows_per_expert, 128 if jnp.dtype(dtype).itemsize <= 2 else 64)
+
+
 def matmul_tiles(
     num_rows: int, num_experts: int, contracted: int, width: int, dtype: Any, shared: int
 ) -> Tiles:
-    """Return the tile sizes of `grouped_matmul`; `shared` is the shared memory of the device.
-
-    Row tiles are at most as large as the mean number of rows per expert, because a tile is
-    processed once for each expert whose rows it contains.
-    """
+    """Return the tile sizes of `grouped_matmul`; `shared` is the shared memory of the device."""
     size = jnp.dtype(dtype).itemsize
-    rows = _power_of_two(num_rows / num_experts, 128 if size <= 2 else 64)
+    rows = row_tile(num_rows / num_experts, dtype)
     inner = _power_of_two(contracted, 64 if size <= 2 else 32)
 
     def fits(columns: int) -> bool:
