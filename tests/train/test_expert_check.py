@@ -60,8 +60,9 @@ def test_row_tiles_of_the_run_are_checked(
     """Only the kernel with the tiles of this run is wrong."""
 
     def run(rows: Any, weights: Any, sizes: Any, **options: Any) -> Any:
-        width = weights.shape[2 if not options["transposed"] else 1 - options["dim"]]
-        tiles = triton.matmul_tiles(len(rows), len(sizes), rows.shape[1], width, rows.dtype, 99_000)
+        width = weights[0].shape[2 if not options["transposed"] else 1 - options["dim"]]
+        (num_rows, depth), dtype = rows[0].shape, rows[0].dtype
+        tiles = triton.matmul_tiles(num_rows, len(sizes), depth, width, dtype, 99_000)
         right = triton.grouped_matmul(rows, weights, sizes, **options, interpret=True)
         return right * (1.1 if tiles.rows == wrong else 1.0)
 
