@@ -141,7 +141,9 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
         "cycles": found.cycles,
         "kernels": sum(
             calls[kernel.name] * kernel_schedules.cycles(kernel, sizes, hardware, num_cores=2)
-            for kernel in kernel_schedules.KernelSchedule.read_all(Path(schedules.name))
+            for kernel in kernel_schedules.KernelSchedule.read_all(
+                Path(schedules.name), kernel_schedules.GROUPED
+            )
         ),
         "gathered": float(gathered) / (hardware.memory_gb_per_second * 1e9),
         "clock": hardware.clock_ghz * 1e9,

@@ -1,14 +1,22 @@
-"""Estimate the cycles of TPU kernels of grouped matmuls from the compiler's instruction schedules.
+"""Estimate the cycles of TPU kernels from the compiler's instruction schedules, without a TPU.
 
-XLA's cycle estimates do not include custom kernels. The compiler for TPUs writes the instruction
-schedule of each kernel, from which the number of instructions in each code block is known, without
-a TPU.
+    python benchmarks/kernel_schedules.py            # prints the tables
+    python benchmarks/kernel_schedules.py --write    # and writes kernel_schedules.md
+
+XLA's cycle estimates do not include custom kernels. The compiler for TPUs can write the instruction
+schedule of each kernel, from which the number of instructions in each code block is known. The
+script requires libtpu (`pip install '.[tpu]'`).
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +26,8 @@ _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)*: (>*)")
 _REGION = re.compile(r"Start(?:/End)?(?: empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel.*target = \$region(\d+)")
 _WINDOW = re.compile(r"window shape is \w+\[([\d,]+)\], while the full shape is \w+\[([\d,]+)\]")
+GROUPED = "grouped_(?:matmul|outer)"
+"""Pattern of the names of grouped matmuls."""
 _MIN_BLOCK = 30
 """Shorter blocks start transfers or wait for them. They count as overhead of a grid step."""
 
@@ -53,10 +63,10 @@ class KernelSchedule:
     """Instructions of one grid step, including its overhead."""
 
     @classmethod
-    def read_all(cls, folder: Path) -> Iterator[KernelSchedule]:
-        """Read the schedules of all grouped matmuls."""
+    def read_all(cls, folder: Path, names: str) -> Iterator[KernelSchedule]:
+        """Read the schedules of all kernels whose name matches a pattern."""
         for path in sorted(folder.glob("*-final_bundles.txt")):
-            name = re.search(r"\d+-(grouped_(?:matmul|outer)[.\d]*)-\d+-final_bundles", path.name)
+            name = re.search(rf"\d+-({names}[.\d]*)-\d+-final_bundles", path.name)
             if name:
                 yield cls._parse(name[1], path.read_text(encoding="utf-8", errors="replace"))
 
@@ -91,7 +101,7 @@ def count_calls(text: str) -> dict[str, int]:
 
     The compiler writes one schedule for all calls of the same kernel.
     """
-    calls = re.findall(r'%(grouped_(?:matmul|outer)[.\d]*) = .*?"body":"([^"]+)"', text)
+    calls = re.findall(rf'%({GROUPED}[.\d]*) = .*?"body":"([^"]+)"', text)
     bodies = [body for _, body in calls]
     return {name: bodies.count(body) for name, body in calls}
 
@@ -174,3 +184,130 @@ def _moved(kernel: KernelSchedule, sizes: Any, steps: float, inner_tiles: int) -
         times = len(sizes) * (inner_tiles if once and inner_tiles > 1 else 1) if once else steps
         total += 2 * float(np.prod(block)) * times
     return total
+
+
+SPLASH = r"splash_mha_\w+"
+MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Number of matmuls of a block of scores in the kernels of the forward pass and of the gradients of
+queries, and of keys and values."""
+TWO_CORES = ("v4", "v5p")
+"""Chips whose two cores are one device of jax, and process different heads or columns."""
+CHIPS = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
+ATTENTION = [(8192, 128), (8192, 64), (8192, 256), (2048, 128)]
+"""Sequence lengths and head dims."""
+
+
+def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
+    """Return the fraction of the peak FLOP rate that the attention kernels of a chip reach, by
+    kernel and in total. This function runs in a separate process.
+
+    A block of scores takes at least the time that the matrix units need at their peak rate.
+    """
+    folder = tempfile.TemporaryDirectory()
+    write_schedules(Path(folder.name))
+    from maxpipe.planner import topology
+
+    target = topology.parse_topology(CHIPS[chip])
+    topology.prepare(target)
+
+    import jax
+
+    from maxpipe.distributed.runtime import compiler_options
+    from maxpipe.nn.attention import splash
+    from maxpipe.nn.attention.interface import Mask
+
+    devices = topology.topology_devices(target)
+    mesh = jax.sharding.Mesh(devices[:1], ("data",))
+    whole = jax.NamedSharding(mesh, jax.P())
+
+    def run(query: Any, key: Any, value: Any, ids: Any) -> Any:
+        attend = lambda *arrays: splash.attend(*arrays, Mask(segments=ids))  # noqa: E731
+        mixed, pull = jax.vjp(attend, query, key, value)
+        return mixed, pull(mixed)
+
+    array = jax.ShapeDtypeStruct((1, tokens, 8, head_dim), "bfloat16", sharding=whole)
+    ids = jax.ShapeDtypeStruct((1, tokens), "int32", sharding=whole)
+    options = compiler_options("tpu", devices[0].device_kind, d_model=4096)
+    with jax.set_mesh(mesh):
+        jax.jit(run).lower(array, array, array, ids).compile(options)
+    hardware, cores = target.hardware, 2 if chip in TWO_CORES else 1
+    per_cycle = hardware.flops / 2 / hardware.clock_ghz / 1e9 / cores
+    peaks, rates = 0.0, {}
+    times = 0.0
+    for kernel in KernelSchedule.read_all(Path(folder.name), SPLASH):
+        kind = kernel.name.split("_")[2]
+        (queries, keys) = (kernel.windows[index][0][1] for index in (0, 1))
+        (active,) = kernel.step.inner
+        scores = max(active.inner, key=lambda block: block.bundles)
+        peak = MATMULS[kind] * queries * keys * head_dim / per_cycle
+        # The other blocks run for the first and for the last of the visible key blocks.
+        rest = sum(block.bundles for block in active.inner) - scores.bundles
+        visible = (tokens / queries + 1) / 2
+        overhead = kernel.step.bundles + active.bundles + rest / visible
+        rates[kind] = peak / (max(scores.bundles, peak) + overhead)
+        peaks, times = peaks + peak, times + peak / rates[kind]
+    return rates | {"all": peaks / times}
+
+
+def table() -> str:
+    head = ["chip", "T", "head dim", *(f"{kind} kernel" for kind in MATMULS), "all"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for chip in CHIPS:
+        for tokens, head_dim in ATTENTION:
+            found = in_process(chip, tokens, head_dim)
+            cells = [chip, str(tokens), str(head_dim)]
+            cells += [f"{found[kind]:.0%}" for kind in (*MATMULS, "all")]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join([*lines, ""])
+
+
+def in_process(*task: Any) -> dict[str, float]:
+    """Run `attention_rates` in a new process and return its result."""
+    command = [sys.executable, __file__, "--one", json.dumps(task)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+PREAMBLE = """\
+# Rates of attention kernels on TPUs
+
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
+`python benchmarks/kernel_schedules.py --write`. No TPU was used. XLA's cycle estimates do not
+include custom kernels. The compiler for TPUs can write the instruction schedule of a kernel, with
+the number of instructions in each code block. The table shows the fraction of the peak bfloat16
+rate that splash attention kernels reach in computed blocks of scores, for 8 heads and a causal
+mask. A block of scores takes the number of its instructions, and at least the time that the matrix
+units need at their peak rate. Waits for transfers are not included.
+
+The matrix units of v6e and TPU7x have 256 x 256 elements. A head dim of 128 uses half of them in
+the matmul of queries and keys, and the softmax takes as long as on other chips. `kernel_efficiency`
+in the hardware files is the column "all" for 8192 tokens and a head dim of 128.
+`expert_kernel_efficiency` is based on [experts.md](experts.md).
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(attention_rates(*json.loads(options.one))))
+        return
+    page = table()
+    print(page)
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(PREAMBLE + page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
