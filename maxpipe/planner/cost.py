@@ -431,13 +431,20 @@ class LayerCost:
         model, remat = self.model, self.model.sizes.config.pipeline.remat
         forwards = {"F": 1.0, "W": 0.0}.get(action, 2.0 + model.recomputed)
         scoring = forwards * (model.roofline_seconds(self._plain_flops, 0.0) + self.kernel_seconds)
-        return sum(
-            model.exposed_seconds(
-                model.total_send_seconds(exchange.in_slot(action, remat)) / model.contention,
-                scoring if exchange.overlaps else 0.0,
-            )
-            for exchange in self.traffic.exchanges
-        )
+        experts, exposed = forwards * self._expert_seconds, 0.0
+        for exchange in self.traffic.exchanges:
+            sent = model.total_send_seconds(exchange.in_slot(action, remat)) / model.contention
+            # The first chunk is sent before any expert starts; a single chunk has no overlap.
+            first = sent / exchange.chunks if exchange.chunks > 1 else 0.0
+            work = experts * (1.0 - 1.0 / exchange.chunks) + scoring * exchange.overlaps
+            exposed += first + model.exposed_seconds(sent - first, work)
+        return exposed
+
+    @cached_property
+    def _expert_seconds(self) -> float:
+        """Return the time in seconds of the sharded experts' matmuls in a forward pass."""
+        elements = self.model.sizes.params.computed_elements(self.name, only_owned=True)
+        return self.model.roofline_seconds(2.0 * self.model.sizes.batch.tokens * elements, 0.0)
 
     def slot(self, action: str) -> float:
         """Return the time in seconds of a slot of this type, including exposed communication.

@@ -136,8 +136,9 @@ class ParameterCounts:
             for name, kind in self.model.layer_types.items()
         }
 
-    def computed_elements(self, kind: str) -> float:
-        """Return the number of a layer's gathered parameters that are applied to each token.
+    def computed_elements(self, kind: str, *, only_owned: bool = False) -> float:
+        """Return the number of a layer's parameters that are applied to each token, or, with
+        `only_owned`, of those that are sharded over the expert axis.
 
         Experts sharded over an axis process the tokens of all devices along that axis. The count
         per local token is therefore the same as if the device held all experts.
@@ -149,6 +150,7 @@ class ParameterCounts:
             * self.mesh.shards(self.mesh.owned_over(params[name].dims))
             for name, share in computed_share(self.model.layer_types[kind]).items()
             if self.includes(params[name])
+            if not only_owned or self.mesh.owned_over(params[name].dims)
         )
 
     def elements(self, layers: Mapping[str, int], *, whole: bool = False) -> int:

@@ -26,9 +26,11 @@ class FakeReport:
     """Attributes read from a compile report."""
 
     total_bytes = 2**30
+    flops, model_flops, asynchronous_share = 1.1e12, 1e12, 0.25
+    collectives: tuple[Any, ...] = ()
 
-    def __init__(self, seconds: float, fits: bool = True):
-        self.seconds, self.fits = seconds, fits
+    def __init__(self, seconds: float, fits: bool = True, exposed: float = 0.0):
+        self.seconds, self.fits, self.exposed_seconds = seconds, fits, exposed
 
 
 def test_rerank_puts_fitting_layouts_first_by_speed(

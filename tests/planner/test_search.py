@@ -25,12 +25,12 @@ from maxpipe.planner.search import (
     best_layouts,
     evaluate,
     forecast_layout,
-    layouts,
     parse_fixed_keys,
     rank_candidates,
     search,
     short_schedules,
 )
+from maxpipe.planner.search_space import layouts
 from maxpipe.planner.sizes import Sizes, build_schedule
 from maxpipe.planner.topology import Topology, parse_topology
 
