@@ -171,31 +171,24 @@ def search(
         keep: maximum number of layouts to return.
         report: progress callback, called with (task, done, total).
         max_batch_size: maximum global batch size. If it is set, the search also doubles
-            `train.batch_size` up to this limit. If it is None, the batch size is not changed.
+            `train.batch_size` up to this limit: more microbatches of the same size never reduce
+            the MFU, so layouts are searched with the largest batch, and the best ones are
+            reevaluated with fewer microbatches. If it is None, the batch size is not changed.
 
     Raises:
         ConfigError: no layout fits in memory, or no valid layout has the fixed values.
     """
     fixed, considered, computed, too_large = fixed or {}, 0, 0, 0
     config = _apply_fixed(config, fixed)
+    sizes = batch_sizes(config, max_batch_size or config.train.batch_size)
+    config = _with_batch_size(config, sizes[-1])
     contexts = context_sizes(config, num_devices // num_slices)
     passes = [contexts[:1], contexts[1:]]
     if config.train.batch_size < num_devices or "mesh.ici_context" in fixed:
         passes = [contexts]
-    sizes = batch_sizes(config, max_batch_size or config.train.batch_size)
-    batches = [
-        dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=size))
-        for size in sizes
-    ]
     best: list[Candidate] = []
     for some in filter(None, passes):
-        space = [
-            layouts
-            for batch in batches
-            for layouts in mesh_layouts(
-                batch, num_devices, num_slices, fixed, some, hardware.platform
-            )
-        ]
+        space = list(mesh_layouts(config, num_devices, num_slices, fixed, some, hardware.platform))
         found = _find_best(space, hardware, keep, report)
         considered, too_large = considered + found.considered, too_large + found.too_large
         computed += found.computed
@@ -203,7 +196,11 @@ def search(
         if best and found.too_large <= found.computed / 2:
             break
     if max_batch_size is not None:
-        best = [dataclasses.replace(candidate, varies_batch=True) for candidate in best]
+        smaller = [other for each in best for other in _smaller_batches(each, sizes, hardware)]
+        best = [
+            dataclasses.replace(candidate, varies_batch=True)
+            for candidate in rank_candidates([*best, *smaller])[:keep]
+        ]
     if best:
         return SearchResult(considered, too_large, best, computed)
     devices = f"{pluralize(num_devices, 'device')} of {hardware.name}"
@@ -224,6 +221,31 @@ def search(
         f"{considered} layouts were evaluated.",
         "Use more devices or a smaller train.sequence_length, or remove a --fix.",
     )
+
+
+def _with_batch_size(config: Config, size: int) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=size))
+
+
+def _smaller_batches(
+    candidate: Candidate, sizes: Sequence[int], hardware: Hardware
+) -> Iterator[Candidate]:
+    """Yield a layout with smaller batches of microbatches of the same size, if it is valid and
+    fits in memory.
+    """
+    for size in sizes:
+        microbatches, remainder = divmod(
+            candidate.config.pipeline.microbatches * size, candidate.config.train.batch_size
+        )
+        if remainder or not microbatches or size == candidate.config.train.batch_size:
+            continue
+        config = _with_batch_size(candidate.config, size)
+        pipeline = dataclasses.replace(config.pipeline, microbatches=microbatches)
+        config = dataclasses.replace(config, pipeline=pipeline)
+        if not check(config, {}):
+            smaller = evaluate(config, hardware)
+            if smaller.memory.total <= USABLE_MEMORY_FRACTION * hardware.memory_bytes:
+                yield smaller
 
 
 def best_layouts(
