@@ -118,6 +118,8 @@ class Candidate:
             value = getattr(pipeline, name)
             if value not in (0, None):
                 found[f"pipeline.{name}"] = value
+        if pipeline.remat == "names" and pipeline.saved_names != default_of("pipeline.saved_names"):
+            found["pipeline.saved_names"] = f"[{','.join(pipeline.saved_names)}]"
         if (key := chunks_key(self.config)) is not None:
             chunks = getattr(self.config.model, self.config.model.family).all_to_all_chunks
             if chunks != default_of(key):

@@ -17,6 +17,7 @@ from typing import Any
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import has_experts, has_sequential_layers, layer_parts
 from maxpipe.models.layers.experts import Experts
+from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.planner.memory_terms import gathers_weights
 from maxpipe.planner.sizes import Sizes
@@ -219,12 +220,34 @@ def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
         sizes.batch.per_device,
         gathers=gathers_weights(sizes),
         rings=config.mesh.collective_matmul or in_ring,
+        saved_names=_saved_names(config),
     )
+
+
+def _saved_names(config: Config) -> tuple[tuple[str, ...], ...]:
+    """Return the values of `pipeline.saved_names` to search.
+
+    In addition to the value in the config, the activations of MLPs and experts can be recomputed:
+    either all of them, or only the outputs of the up projections.
+    """
+    known = describe(config.model).activations
+    presets = {name: names for name, names in known.items() if len(names) > 1 and name != "matmuls"}
+    wide = {name for name, names in presets.items() if any(each.endswith("up") for each in names)}
+    narrow = tuple(name for name in presets if name not in wide)
+    gates = (each for name in presets if name in wide for each in presets[name])
+    gated = (*narrow, *(each for each in gates if not each.endswith("up")))
+    return tuple(dict.fromkeys((tuple(config.pipeline.saved_names), gated, narrow)))
 
 
 @cache
 def _pipeline_options(
-    stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
+    stages: int,
+    layers: int,
+    rows: int,
+    *,
+    gathers: bool,
+    rings: bool,
+    saved_names: tuple[tuple[str, ...], ...],
 ) -> tuple[Mapping[str, Any], ...]:
     options: list[Mapping[str, Any]] = []
     # All stages must take part in ring attention, so idle stages must not skip their slots.
@@ -244,7 +267,7 @@ def _pipeline_options(
                     continue
                 if gather != "window" and group_factor > 1:
                     continue
-                for remat in REMATS:
+                for remat, names in _remats(saved_names):
                     # A split backward pass recomputes in both I and W slots, which makes full remat
                     # too expensive.
                     if spec.split and remat in ("full", "chunk"):
@@ -259,8 +282,20 @@ def _pipeline_options(
                             "weight_gather": gather,
                             "remat": remat,
                         }
+                        | ({"saved_names": list(names)} if names else {})
                     )
     return tuple(options)
+
+
+def _remats(
+    saved_names: tuple[tuple[str, ...], ...],
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield values of `pipeline.remat` and, for `names`, of `pipeline.saved_names`."""
+    for remat in REMATS:
+        if remat == "names":
+            yield from ((remat, names) for names in saved_names)
+        else:
+            yield remat, ()
 
 
 def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:

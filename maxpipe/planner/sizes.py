@@ -430,6 +430,20 @@ class ActivationSizes:
         remat = self.config.pipeline.remat
         return remat == "none" or (remat == "names" and self.saved_names >= {*part.activations})
 
+    def unsaved_elements(self, kind: str) -> float:
+        """Return the parameters per token whose matmuls a backward pass repeats, because
+        `pipeline.saved_names` excludes their outputs.
+        """
+        layer_type, mesh = self.model.layer_types[kind], self.mesh
+        elements = 0.0
+        for (part, name), share in computed_share(layer_type).items():
+            outputs = {name, f"expert_{name}"} & {*layer_type.parts[part].activations}
+            if outputs - self.saved_names:
+                dims = counted(layer_type)[part, name].dims
+                owners = mesh.shards(mesh.owned_over(dims))
+                elements += share * mesh.elements(dims, whole=True) * owners
+        return elements
+
     def saved_bytes(self, kind: str) -> tuple[float, float]:
         """Return the (device, host) bytes saved per layer, or per chunk with `remat=chunk`."""
         return self._saved_bytes[kind]
