@@ -228,7 +228,8 @@ def _saved_names(config: Config) -> tuple[tuple[str, ...], ...]:
     """Return the values of `pipeline.saved_names` to search.
 
     In addition to the value in the config, the activations of MLPs and experts can be recomputed:
-    either all of them, or only the outputs of the up projections.
+    either all of them, or only the outputs of the up projections. Keys and queries can be
+    recomputed from their latents.
     """
     known = describe(config.model).activations
     presets = {name: names for name, names in known.items() if len(names) > 1 and name != "matmuls"}
@@ -236,7 +237,10 @@ def _saved_names(config: Config) -> tuple[tuple[str, ...], ...]:
     narrow = tuple(name for name in presets if name not in wide)
     gates = (each for name in presets if name in wide for each in presets[name])
     gated = (*narrow, *(each for each in gates if not each.endswith("up")))
-    return tuple(dict.fromkeys((tuple(config.pipeline.saved_names), gated, narrow)))
+    variants = [tuple(config.pipeline.saved_names), gated, narrow]
+    if latents := tuple(name for name in known if name.endswith("latent")):
+        variants.append((*latents, "context", "attention_out"))
+    return tuple(dict.fromkeys(variants))
 
 
 @cache

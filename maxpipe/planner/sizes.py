@@ -437,7 +437,10 @@ class ActivationSizes:
         layer_type, mesh = self.model.layer_types[kind], self.mesh
         elements = 0.0
         for (part, name), share in computed_share(layer_type).items():
-            outputs = {name, f"expert_{name}"} & {*layer_type.parts[part].activations}
+            outputs = {name, f"expert_{name}"}
+            if name.endswith("_up"):  # of latents: `key_value_up` computes `key` and `value`
+                outputs |= {*name.split("_")[:-1]}
+            outputs &= {*layer_type.parts[part].activations}
             if outputs - self.saved_names:
                 dims = counted(layer_type)[part, name].dims
                 owners = mesh.shards(mesh.owned_over(dims))
