@@ -25,7 +25,9 @@ from maxpipe.schedule.catalog import INTERLEAVED, SCHEDULES
 
 TOKEN_SPLIT_KEYS = ("sequence_parallel", "collective_matmul")
 """Keys of `mesh` that select how tokens are sharded over the tensor axis."""
-REPEATS = (1, 2, 3, 4, 6, 8)
+REPEATS, MAX_REPEATS = (1, 2, 3, 4, 6, 8), 16
+"""Numbers of repeats to search on any number of stages, and the maximum number of repeats that
+divides the layers of a stage evenly."""
 GATHERS = ("iteration", "window", "step")
 REMATS = ("none", "names", "full", "chunk")
 CHUNKS = (1, 2, 4)
@@ -256,7 +258,7 @@ def _pipeline_options(
     options: list[Mapping[str, Any]] = []
     # All stages must take part in ring attention, so idle stages must not skip their slots.
     base = {"idle": "compute"} if stages > 1 and rings else {}
-    for name, repeats, group_factor in _schedules(stages):
+    for name, repeats, group_factor in _schedules(stages, layers):
         if stages * repeats > layers:
             continue
         spec = SCHEDULES[name]
@@ -302,15 +304,17 @@ def _remats(
             yield remat, ()
 
 
-def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
+def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int, int]]:
     """Yield (schedule name, repeats, group size as a multiple of the number of stages)."""
     if stages == 1:
         yield INTERLEAVED, 1, 1
         return
+    even = () if layers % stages else _divisors(layers // stages)
+    searched = sorted({*REPEATS, *(repeats for repeats in even if repeats <= MAX_REPEATS)})
     for name, spec in SCHEDULES.items():
         if spec.dominated:
             continue
-        for repeats in (spec.repeats,) if spec.repeats else REPEATS:
+        for repeats in (spec.repeats,) if spec.repeats else searched:
             if spec.uses_group and repeats == 1:
                 continue  # same schedule table as 1F1B
             yield name, repeats, 1
