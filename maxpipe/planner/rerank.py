@@ -430,4 +430,8 @@ def _line(doing: str, number: int, count: int, candidate: Candidate) -> str:
 
 
 def _ranked(checked: Sequence[RankedCandidate]) -> list[RankedCandidate]:
-    return sorted(checked, key=lambda layout: (not layout.fits, -layout.mfu))
+    """Sort layouts by MFU, with failures last. Without any measured or estimated times, keep the
+    order, which already treats nearly equal predictions as ties.
+    """
+    is_timed = any((each.measured or each.compiled_seconds) is not None for each in checked)
+    return sorted(checked, key=lambda each: (not each.fits, -each.mfu if is_timed else 0.0))

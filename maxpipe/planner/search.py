@@ -121,7 +121,7 @@ class Candidate:
         if pipeline.remat == "names" and pipeline.saved_names != default_of("pipeline.saved_names"):
             found["pipeline.saved_names"] = f"[{','.join(pipeline.saved_names)}]"
         if (key := chunks_key(self.config)) is not None:
-            chunks = getattr(self.config.model, self.config.model.family).all_to_all_chunks
+            chunks = self.config.model.own.all_to_all_chunks
             if chunks != default_of(key):
                 found[key] = chunks
         return found

@@ -17,6 +17,7 @@ from typing import Any
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import has_experts, has_sequential_layers, layer_parts
 from maxpipe.models.layers.experts import Experts
+from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.planner.memory_terms import gathers_weights
@@ -112,7 +113,8 @@ def chunks_key(config: Config) -> str | None:
     or changes the result.
     """
     experts = [part for part in layer_parts(config) if isinstance(part, Experts)]
-    if not experts or any(part.drops_tokens for part in experts):
+    own = config.model.own
+    if not isinstance(own, MixtureConfig) or not experts or any(e.drops_tokens for e in experts):
         return None
     return f"model.{config.model.family}.all_to_all_chunks"
 
@@ -122,16 +124,16 @@ def _chunkings(config: Config, platform: str) -> Iterator[Config]:
     other devices, chunks do not overlap with experts.
     """
     yield config
-    axes, key = Sizes(config).mesh.axes, chunks_key(config)
-    if platform != "cuda" or axes["expert"] == 1 or key is None:
+    axes, own = Sizes(config).mesh.axes, config.model.own
+    if platform != "cuda" or axes["expert"] == 1 or chunks_key(config) is None:
         return
-    model, family = config.model, config.model.family
-    section = getattr(model, family)
     tokens = config.train.sequence_length // axes["context"]
     for count in CHUNKS:
-        if count != section.all_to_all_chunks and tokens % count == 0:
-            chunked = dataclasses.replace(section, all_to_all_chunks=count)
-            yield dataclasses.replace(config, model=dataclasses.replace(model, **{family: chunked}))
+        if count != own.all_to_all_chunks and tokens % count == 0:
+            model = dataclasses.replace(
+                config.model, own=dataclasses.replace(own, all_to_all_chunks=count)
+            )
+            yield dataclasses.replace(config, model=model)
 
 
 def context_sizes(config: Config, inside: int) -> list[int]:
