@@ -95,7 +95,90 @@ class Row:
         return train_flops_per_token(model, 2 * tokens) / train_flops_per_token(model, tokens)
 
 
-ROWS: tuple[Row, ...] = ()
+NO_SHARDED_TOKENS = "mesh.ici_context=1 mesh.ici_tensor=1"
+NAMES = "pipeline.remat=names pipeline.saved_names=[matmuls]"
+ROWS = (
+    Row(
+        "Llama 3 8B",
+        "llama3-8b train.sequence_length=2048 train.batch_size=4096",
+        "v5p:4x4x4",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=1 pipeline.remat=names",
+        goal=0.74,
+        published="71.5% (MaxText, 32B on 64 chips, 2048 tokens)",
+    ),
+    Row(
+        "Llama 3 70B",
+        "llama3-70b train.sequence_length=2048 train.batch_size=1024",
+        "v5p:4x4x4",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=16 mesh.ici_fsdp=4 pipeline.repeats=5 "
+        "pipeline.microbatches=256 pipeline.weight_gather=step pipeline.schedule=interleaved "
+        f"{NAMES}",
+        goal=0.74,
+        published="65.4% (MaxText, Llama 2 70B on 512 chips, 4096 tokens, all pairs)",
+    ),
+    Row(
+        "Llama 3 8B",
+        "llama3-8b train.sequence_length=8192 train.batch_size=1024",
+        "v6e:8x8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=8 mesh.ici_fsdp=8 pipeline.repeats=4 "
+        "pipeline.microbatches=128 pipeline.weight_gather=step pipeline.schedule=interleaved "
+        "pipeline.remat=names pipeline.saved_names=[attention,gate]",
+        goal=0.52,
+        published="45.5% (MaxText, 256 chips, 8192 tokens)",
+    ),
+    Row(
+        "Mixtral 8x7B",
+        "mixtral-8x7b train.sequence_length=4096 train.batch_size=2048",
+        "v5p:4x8x8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=8 mesh.ici_fsdp=32 pipeline.repeats=4 "
+        "pipeline.microbatches=64 pipeline.weight_gather=step pipeline.schedule=interleaved "
+        f"{NAMES}",
+        goal=0.55,
+        published="52.6% (MaxText, 256 chips)",
+    ),
+    Row(
+        "DeepSeek-V3",
+        "deepseek-v3 train.sequence_length=4096 train.batch_size=8192 model.mtp_heads=0 "
+        "model.deepseek.all_to_all_capacity_factor=1.5",
+        "v5p:8x8x8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=8 mesh.ici_expert=64 pipeline.repeats=4 "
+        "pipeline.microbatches=128 pipeline.weight_gather=iteration "
+        "pipeline.schedule=interleaved pipeline.remat=names "
+        "pipeline.saved_names=[query_latent,latent,context,attention_out]",
+        goal=0.4,
+        published="33.2% (MaxText, 512 chips, sequence length not stated)",
+    ),
+    Row(
+        "Llama 3 8B",
+        "llama3-8b train.sequence_length=8192 train.batch_size=64",
+        "h100:8",
+        f"{NO_SHARDED_TOKENS}",
+        compiled=2,
+    ),
+    Row(
+        "Llama 3 8B",
+        "llama3-8b train.sequence_length=8192 train.batch_size=512",
+        "h100:8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_fsdp=8 pipeline.remat=names",
+        slices=8,
+        compiled=2,
+    ),
+    Row(
+        "Qwen3 30B-A3B",
+        "qwen3-30b-a3b train.sequence_length=4096 train.batch_size=64",
+        "h100:8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_data=1",
+        compiled=2,
+    ),
+    Row(
+        "Qwen3 30B-A3B",
+        "qwen3-30b-a3b train.sequence_length=4096 train.batch_size=512",
+        "h100:8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_data=1 pipeline.weight_gather=iteration",
+        slices=8,
+        compiled=2,
+    ),
+)
 
 
 def search_of(row: Row, cache: Path) -> dict[str, Any] | None:

@@ -137,8 +137,8 @@ class ParameterCounts:
         }
 
     def computed_elements(self, kind: str, *, only_owned: bool = False) -> float:
-        """Return the number of a layer's parameters that are applied to each token, or, with
-        `only_owned`, of those that are sharded over the expert axis.
+        """Return the number of a layer's parameters that are applied to each token. With
+        `only_owned`, count only the parameters that are sharded over the expert axis.
 
         Experts sharded over an axis process the tokens of all devices along that axis. The count
         per local token is therefore the same as if the device held all experts.
