@@ -124,8 +124,7 @@ def report_of(row: Row, cache: Path) -> CompileReport | None:
 
 def exposed(report: CompileReport) -> float:
     """Return the number of cycles that the step spends waiting for collectives."""
-    waits = ("waited for", "left over")
-    return sum(each.cycles for each in report.entries if each.kind.endswith(waits))
+    return sum(each.cycles for each in report.entries if each.is_exposed)
 
 
 def figures(report: CompileReport) -> list[str]:

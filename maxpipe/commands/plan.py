@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from maxpipe.planner.search import Candidate
     from maxpipe.planner.topology import Topology
 
-SEARCH_ONLY_OPTIONS = ("compile", "measure", "fix", "write")
+SEARCH_ONLY_OPTIONS = (
+    *("compile", "measure", "fix", "write", "objective", "max-batch-size", "reports"),
+)
 """Options that require `--search`."""
 DRAWINGS = (".svg", ".png")
 """File suffixes that `--draw` and `--draw-timeline` support."""
@@ -162,6 +164,14 @@ def _check_options(options: argparse.Namespace) -> None:
     unread = [
         ("slices", not is_remote, "requires --topology", "Add --topology."),
         ("measure", is_remote, "runs layouts on the devices of this machine", "Add --devices."),
+        (
+            "max-batch-size",
+            options.objective != "mfu",
+            "requires --objective=mfu, because a search for the shortest step does not change the "
+            "batch size",
+            "Add --objective=mfu.",
+        ),
+        ("reports", options.compile is None, "requires --compile", "Add --compile 3."),
         *((name, is_single, "requires --search", "Add --search.") for name in SEARCH_ONLY_OPTIONS),
         ("shardings", options.search, "shows one layout, but --search ranks several", out),
         *(
@@ -261,13 +271,15 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
     from maxpipe.planner.rerank import CANDIDATES
     from maxpipe.planner.search import NUM_RESULTS, best_layouts, parse_fixed_keys
 
-    fixed = parse_fixed_keys(loaded, options.fix)
+    fixed, max_batch_size = parse_fixed_keys(loaded, options.fix), _max_batch_size(options, loaded)
     present = topology.local_devices(target) if options.measure else ()
     keep = max(NUM_RESULTS, options.compile or 0)
     if options.measure:
         keep = max(CANDIDATES, options.measure)
     with contextlib.closing(ProgressBar(" layouts")) as progress:
-        found = best_layouts(loaded.config, target, fixed, keep, report=progress.report)
+        found = best_layouts(
+            loaded.config, target, fixed, keep, progress.report, max_batch_size=max_batch_size
+        )
     if not options.json:
         print(report.format_search(found, target.hardware), flush=True)
     tell = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
@@ -277,7 +289,9 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
         from maxpipe.planner.rerank import rerank_by_compiler
 
         with PhaseProgress("compile") as phases:
-            compiled = rerank_by_compiler(found.best[: options.compile], target, tell, phases.begin)
+            compiled = rerank_by_compiler(
+                found.best[: options.compile], target, tell, phases.begin, _reports(options)
+            )
     elif options.measure:
         from maxpipe.planner.rerank import rerank_by_measurement
 
@@ -302,6 +316,29 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
         write_file(options.write, "--write", lambda path: path.write_text(text, encoding="utf-8"))
         print(f"wrote {options.write}", file=sys.stderr if options.json else sys.stdout)
     return ExitCode.DONE
+
+
+def _max_batch_size(options: argparse.Namespace, loaded: LoadedConfig) -> int | None:
+    """Return the maximum batch size of the search, or None if it must not change the batch size."""
+    from maxpipe.planner.search import BATCH_GROWTH
+
+    if options.objective != "mfu":
+        return None
+    batch_size, limit = loaded.config.train.batch_size, options.max_batch_size
+    if limit is not None and limit < batch_size:
+        rule = f"must be at least train.batch_size, which is {batch_size}."
+        action = f"Write --max-batch-size {batch_size}, or reduce train.batch_size."
+        raise ConfigError.one(Code.CLI_VALUE, "command line: --max-batch-size", limit, rule, action)
+    return limit or BATCH_GROWTH * batch_size
+
+
+def _reports(options: argparse.Namespace) -> Path | None:
+    """Return the folder of saved compile reports, which is created if it does not exist."""
+    if options.reports is None:
+        return None
+    folder = expand_path(options.reports, "command line: --reports")
+    write_file(str(folder), "--reports", lambda path: path.mkdir(parents=True, exist_ok=True))
+    return folder
 
 
 def _calibrate(loaded: LoadedConfig) -> int:
@@ -375,6 +412,26 @@ def _add_plan(commands: Commands) -> None:
         metavar="N",
         help="with --search, run N layouts on the local devices and rank them by measured time; "
         "previous results determine the next layout to run",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("time", "mfu"),
+        help="with --search, `time` ranks layouts by step time with train.batch_size sequences per "
+        "step. `mfu` ranks them by model FLOPs utilization and also doubles the batch size up to "
+        "--max-batch-size, which changes the loss curve (default: time)",
+    )
+    parser.add_argument(
+        "--max-batch-size",
+        type=count,
+        metavar="N",
+        help="with --objective=mfu, maximum number of sequences per step (default: 4 times "
+        "train.batch_size)",
+    )
+    parser.add_argument(
+        "--reports",
+        metavar="FOLDER",
+        help="with --compile, save the compile reports to this folder, and reuse reports of the "
+        "same layout, topology and package versions",
     )
     parser.add_argument(
         "--fix",

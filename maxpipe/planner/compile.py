@@ -167,6 +167,23 @@ class CompileReport:
         return self.total_bytes - held
 
     @property
+    def exposed_seconds(self) -> float:
+        """Return the time in seconds of the communication that does not overlap with compute, at
+        the published link bandwidth. The value is 0 without cycle estimates.
+        """
+        exposed = sum(line.cycles for line in self.entries if line.is_exposed)
+        return self.seconds * exposed / self.cycles if self.cycles else 0.0
+
+    @property
+    def asynchronous_share(self) -> float:
+        """Return the fraction of the sent bytes whose collectives the compiler overlaps with other
+        instructions.
+        """
+        sent = sum(traffic.total_bytes for traffic in self.collectives)
+        overlapped = sum(each.total_bytes for each in self.collectives if each.asynchronous)
+        return overlapped / sent if sent else 0.0
+
+    @property
     def fits(self) -> bool:
         """Return whether the step fits in the memory of one device."""
         return self.total_bytes + self.beside_bytes <= self.memory_bytes
@@ -188,6 +205,7 @@ class CompileReport:
             "working_bytes": self.working_bytes,
             "total_bytes": self.total_bytes,
             "fits": self.fits,
+            "exposed_seconds": self.exposed_seconds,
             "collective_bytes": moved,
         }
 

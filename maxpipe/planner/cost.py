@@ -260,8 +260,15 @@ class LayerCost:
         remat, recomputed = self.model.sizes.config.pipeline.remat, self.model.recomputed
         if remat == "none":  # no communication, and no waiting for other devices
             return self.model.hardware.none_recomputed * self.seconds / self.split_factor
-        unread = self._skipped_recompute_seconds if remat in ("full", "chunk") else 0.0
-        return recomputed * self.forward - unread
+        if remat == "names":
+            unsaved = self.model.sizes.activations.unsaved_elements(self.name)
+            return recomputed * self.forward + self._product_seconds(unsaved)
+        return recomputed * self.forward - self._skipped_recompute_seconds
+
+    def _product_seconds(self, elements: float) -> float:
+        """Return the time in seconds of matmuls with this number of parameters per token."""
+        flops = 2.0 * self.model.sizes.batch.tokens * elements
+        return self.size_factor * self.split_factor * self.model.roofline_seconds(flops, 0.0)
 
     @cached_property
     def _skipped_recompute_seconds(self) -> float:
@@ -431,13 +438,15 @@ class LayerCost:
         model, remat = self.model, self.model.sizes.config.pipeline.remat
         forwards = {"F": 1.0, "W": 0.0}.get(action, 2.0 + model.recomputed)
         scoring = forwards * (model.roofline_seconds(self._plain_flops, 0.0) + self.kernel_seconds)
-        return sum(
-            model.exposed_seconds(
-                model.total_send_seconds(exchange.in_slot(action, remat)) / model.contention,
-                scoring if exchange.overlaps else 0.0,
-            )
-            for exchange in self.traffic.exchanges
-        )
+        owned = model.sizes.params.computed_elements(self.name, only_owned=True)
+        experts, exposed = forwards * self._product_seconds(owned), 0.0
+        for exchange in self.traffic.exchanges:
+            sent = model.total_send_seconds(exchange.in_slot(action, remat)) / model.contention
+            # The first chunk is sent before any expert starts; a single chunk has no overlap.
+            first = sent / exchange.chunks if exchange.chunks > 1 else 0.0
+            work = experts * (1.0 - 1.0 / exchange.chunks) + scoring * exchange.overlaps
+            exposed += first + model.exposed_seconds(sent - first, work)
+        return exposed
 
     def slot(self, action: str) -> float:
         """Return the time in seconds of a slot of this type, including exposed communication.

@@ -30,6 +30,7 @@ _MOVES = (
     ("fill", {"broadcast", "iota"}),
 )
 """Categories of instructions without arithmetic. The first matching category applies."""
+_EXPOSED, _SYNCHRONOUS = "exposed", "synchronous"
 _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
     *("parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element"),
 }
@@ -60,6 +61,13 @@ class ProfileLine:
     assumed."""
 
     @property
+    def is_exposed(self) -> bool:
+        """Return whether the cycles are exposed communication, which `CompileReport.cycles`
+        excludes.
+        """
+        return self.kind.endswith((_EXPOSED, _SYNCHRONOUS))
+
+    @property
     def location(self) -> str:
         """Return the program region and the sublayer of the operation."""
         return " ".join(filter(None, (self.region, self.part))) or "-"
@@ -74,7 +82,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
     listed = [_work_line(entry, peak, hardware.kernel_efficiency) for entry in found.entries]
     listed += [
         ProfileLine(
-            f"{collective.kind}, {'exposed' if collective.is_async else 'synchronous'}",
+            f"{collective.kind}, {_EXPOSED if collective.is_async else _SYNCHRONOUS}",
             collective.region,
             scopes.parse_part(collective.op_name),
             collective.name,

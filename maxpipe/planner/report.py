@@ -300,13 +300,15 @@ def search_values(
         plan_values(ranked.candidate, hardware)
         | {
             "compiled_fits": ranked.fits,
-            "compiled_seconds": ranked.seconds,
+            "compiled_seconds": ranked.compiled_seconds,
+            "compiled_mfu": None if ranked.compiled_seconds is None else ranked.mfu,
             "report": ranked.report and ranked.report.to_json(),
         }
         for ranked in compiled
     ]
     by_devices = [
-        plan_values(ranked.candidate, hardware) | {"measured_seconds": ranked.measured}
+        plan_values(ranked.candidate, hardware)
+        | {"measured_seconds": ranked.measured, "measured_mfu": ranked.mfu}
         for ranked in measured
     ]
     return {
@@ -324,25 +326,36 @@ def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> st
     time.
     """
     lines = ["", "measured:" if ran else "compiler estimates:"]
+    if not ran and all(each.compiled_seconds is None for each in found):
+        lines[-1] = (
+            "compiled (the compiler has no time estimates for these devices, so layouts that fit "
+            "keep their predicted order):"
+        )
     for rank, each in enumerate(found, 1):
-        predicted = f"{gib(each.candidate.memory.total)} predicted"
-        if each.measured is not None:
-            forecast = f"{format_duration(each.candidate.cost.seconds)} predicted"
-            lines += [
-                f"{rank:>2}. {format_duration(each.measured)} ({forecast})",
-                f"    {each.candidate.overrides}",
-            ]
-            continue
-        if each.report is None:
-            lines += [f"{rank:>2}. does not fit, {predicted}", f"    {each.candidate.overrides}"]
-            continue
-        fits = "fits" if each.fits else "does not fit"
-        needed = f"{gib(each.report.total_bytes)} ({predicted})"
+        cost = each.candidate.cost
+        forecast = f"{format_duration(cost.seconds)}, MFU {cost.mfu:.1%} predicted"
         lines += [
-            f"{rank:>2}. {format_duration(each.seconds)}, {needed}: {fits}",
+            f"{rank:>2}. {_verdict(each)}",
+            f"    {forecast}, {gib(each.candidate.memory.total)} predicted",
             f"    {each.candidate.overrides}",
         ]
     return "\n".join(lines)
+
+
+def _verdict(ranked: RankedCandidate) -> str:
+    """Format the measured time of a layout, or its compile report."""
+    if ranked.measured is not None:
+        return f"{format_duration(ranked.measured)}, MFU {ranked.mfu:.1%}"
+    if (report := ranked.report) is None:
+        return "does not fit"
+    fits = f"{gib(report.total_bytes)}: {'fits' if ranked.fits else 'does not fit'}"
+    sent = sum(traffic.total_bytes for traffic in report.collectives)
+    exposed = sent * (1 - report.asynchronous_share)
+    if (seconds := ranked.compiled_seconds) is not None:
+        shares = f"{report.exposed_seconds / seconds:.1%} exposed communication"
+        return f"{format_duration(seconds)}, MFU {ranked.mfu:.1%}, {shares}, {fits}"
+    operations = f"{report.flops / report.model_flops:.2f} x the model FLOPs"
+    return f"{fits}, {operations}, {gib(exposed)} of {gib(sent)} sent synchronously"
 
 
 def format_calibration(found: Measurements, before: Hardware, after: Hardware) -> str:

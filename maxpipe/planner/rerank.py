@@ -12,13 +12,17 @@ The module also times steps on the local devices for the calibration.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import hashlib
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,13 +30,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.check import check
-from maxpipe.config.load import LoadedConfig
+from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.pipeline import PipelineConfig
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware
+from maxpipe.io import files
+from maxpipe.io.typed_json import parse_json
 from maxpipe.parallel.axes import MeshConfig
-from maxpipe.planner.compile import CompileReport, build_steps, compile_step, ignore_phase
+from maxpipe.planner.compile import (
+    CompileReport,
+    build_steps,
+    compile_step,
+    ignore_phase,
+    versions,
+)
 from maxpipe.planner.cost import predict_cost
 from maxpipe.planner.search import Candidate
 from maxpipe.planner.sizes import Sizes, build_schedule
@@ -221,7 +233,8 @@ NOISE = 0.01
 
 
 def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
-    """Return the index of the candidate whose step time has the smallest lower confidence bound.
+    """Return the index of the candidate whose time per sequence has the smallest lower confidence
+    bound.
 
     Args:
         candidates: all layouts, including those that were not measured.
@@ -231,6 +244,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
     seconds = {index: taken for index, taken in ran.items() if taken is not None}
     mean, error = posterior_seconds(candidates, seconds)
     lowest = mean * np.exp(-error)
+    lowest /= [candidate.config.train.batch_size for candidate in candidates]
     memory = np.array([candidate.memory.total for candidate in candidates])
     failed = [index for index, taken in ran.items() if taken is None]
     smaller = memory < memory[failed].min() if failed else np.ones(len(candidates), bool)
@@ -277,8 +291,8 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
     return {**candidate.layout_keys, "rows": Sizes(candidate.config).batch.microbatch_size}
 
 
-COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
-"""Components of a forecast that the compiler's cycle estimate replaces."""
+MAX_REPORT_BYTES = 1 << 26
+"""Maximum size of a saved compile report."""
 MEASURED_SECONDS = 10.0
 """Time in seconds during which the step of a layout is run repeatedly. The step runs at least three
 times."""
@@ -300,17 +314,26 @@ class RankedCandidate:
         return self.measured is not None or (self.report is not None and self.report.fits)
 
     @property
-    def seconds(self) -> float:
-        """Return the step time in seconds: the measured time, or compiled compute plus predicted
-        communication.
+    def compiled_seconds(self) -> float | None:
+        """Return the compiler's step time in seconds: the estimated compute time plus the exposed
+        time of collectives. The value is None if the compiler has no cycle estimates.
         """
-        predicted = self.candidate.cost
-        if self.measured is not None:
-            return self.measured
         if self.report is None or not self.report.seconds:
-            return predicted.seconds
-        traffic = sum(time for name, time in predicted.parts.items() if name not in COMPUTE)
-        return self.report.seconds + traffic
+            return None
+        return self.report.seconds + self.report.exposed_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Return the step time in seconds: measured, else estimated by the compiler, else
+        predicted.
+        """
+        known = self.measured if self.measured is not None else self.compiled_seconds
+        return self.candidate.cost.seconds if known is None else known
+
+    @property
+    def mfu(self) -> float:
+        """Return the model FLOPs utilization at `seconds`."""
+        return self.candidate.cost.mfu * self.candidate.cost.seconds / self.seconds
 
 
 def rerank_by_compiler(
@@ -318,22 +341,51 @@ def rerank_by_compiler(
     topology: Topology,
     tell: Callable[[str], None],
     begin: Callable[[str], None] = ignore_phase,
+    reports: Path | None = None,
 ) -> list[RankedCandidate]:
-    """Compile each layout. Return the layouts sorted by time, with those that fit in memory first.
+    """Compile each layout. Return the layouts sorted by time per sequence, with those that fit in
+    memory first.
 
-    `best` contains the best layouts of a search on this topology. `tell` is called with a line of
-    text before each compilation, and `begin` with the name of each phase of a compilation.
+    Without cycle estimates (on GPUs), the layouts that fit keep their predicted order. `best`
+    contains the best layouts of a search on this topology. `tell` is called with a line of text
+    before each compilation, and `begin` with the name of each phase of a compilation. Reports are
+    saved to the folder `reports` and read from there if the layout, the topology and the package
+    versions are equal.
     """
     checked = []
     for number, candidate in enumerate(best, 1):
         tell(_line("compiling", number, len(best), candidate))
         try:
-            report = compile_step(LoadedConfig(candidate.config, {}), topology, None, None, begin)
+            report = _compile(candidate.config, topology, begin, reports)
         except ConfigError as error:
             tell(str(error))
             report = None
         checked.append(RankedCandidate(candidate, report))
     return _ranked(checked)
+
+
+def _compile(
+    config: Config, topology: Topology, begin: Callable[[str], None], reports: Path | None
+) -> CompileReport:
+    """Return the saved report of a layout, or compile the layout and save its report."""
+    if reports is None:
+        return compile_step(LoadedConfig(config, {}), topology, None, None, begin)
+    path = reports / _report_name(config, topology)
+    if path.exists():
+        # A damaged report is replaced.
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            values = parse_json(files.read(path, MAX_REPORT_BYTES), dict[str, Any])
+            return CompileReport.from_json(values)
+    report = compile_step(LoadedConfig(config, {}), topology, None, None, begin)
+    files.write(path, json.dumps(report.to_json(), indent=1))
+    return report
+
+
+def _report_name(config: Config, topology: Topology) -> str:
+    """Return the file name of a layout's compile report."""
+    facts = [to_dict(config), topology.name, topology.num_slices, versions()]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    return f"{digest.hexdigest()[:24]}.json"
 
 
 def rerank_by_measurement(
@@ -378,4 +430,8 @@ def _line(doing: str, number: int, count: int, candidate: Candidate) -> str:
 
 
 def _ranked(checked: Sequence[RankedCandidate]) -> list[RankedCandidate]:
-    return sorted(checked, key=lambda layout: (not layout.fits, layout.seconds))
+    """Sort layouts by MFU, with failures last. Without any measured or estimated times, keep the
+    order, which already treats nearly equal predictions as ties.
+    """
+    is_timed = any((each.measured or each.compiled_seconds) is not None for each in checked)
+    return sorted(checked, key=lambda each: (not each.fits, -each.mfu if is_timed else 0.0))

@@ -1,10 +1,12 @@
 """Enumerate valid layouts for a run, prune them by memory and rank them by predicted time.
 
 A layout consists of mesh axes, stages, repeats, group, microbatches, schedule, weight gather mode
-and remat mode. The layout does not affect the loss curve. With many microbatches, step time and
-buffer sizes are extrapolated from two short schedule tables. The extrapolation is exact for
-schedules with a periodic steady state. The best layouts are reevaluated with their full schedule
-tables.
+and remat mode, and on GPUs the number of chunks of an expert all-to-all. The layout does not affect
+the loss curve. If the caller sets a maximum batch size, the search also tries larger batches, which
+do affect the loss curve. Layouts are ranked by predicted time per sequence. With many microbatches,
+step time and buffer sizes are extrapolated from two short schedule tables. The extrapolation is
+exact for schedules with a periodic steady state. The best layouts are reevaluated with their full
+schedule tables.
 
 Sequences are sharded over the context axis only if the batch has fewer sequences than devices, or
 if most other layouts do not fit in memory. If there are too many layouts to evaluate, layouts are
@@ -32,31 +34,36 @@ from typing import Any, NamedTuple
 from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig, parse_setting
 from maxpipe.config.schema import KEYS, Config, default_of
-from maxpipe.config.sections.model import has_experts, has_sequential_layers
 from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import Hardware
 from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.planner.cost import Cost, predict_cost
 from maxpipe.planner.memory import Memory, predict_memory
-from maxpipe.planner.memory_terms import USABLE_MEMORY_FRACTION, gathers_weights
+from maxpipe.planner.memory_terms import USABLE_MEMORY_FRACTION
+from maxpipe.planner.search_space import (
+    TOKEN_SPLIT_KEYS,
+    MeshLayouts,
+    batch_sizes,
+    chunks_key,
+    context_sizes,
+    mesh_layouts,
+)
 from maxpipe.planner.sizes import Sizes, build_schedule
 from maxpipe.planner.topology import Topology, resolve_config
-from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, SCHEDULES, make_schedule
+from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, make_schedule
 from maxpipe.schedule.table import Schedule
 
-TOKEN_SPLIT_KEYS = ("sequence_parallel", "collective_matmul")
-"""Keys of `mesh` that select how tokens are sharded over the tensor axis."""
-REPEATS = (1, 2, 3, 4, 6, 8)
-GATHERS = ("iteration", "window", "step")
-REMATS = ("none", "names", "full", "chunk")
 MAX_EXHAUSTIVE = 20_000
 """Maximum number of layouts to evaluate exhaustively, which takes about a minute."""
 SAMPLES_PER_MESH, HALVING = 12, 4
 """Initial number of samples per mesh, and the halving factor. Each round divides the number of
 meshes, and multiplies the number of samples, by this factor."""
 TIE = 0.005
-"""Relative difference below which two predicted step times count as equal."""
+"""Relative difference below which two predicted times per sequence count as equal."""
+BATCH_GROWTH = 4
+"""Default maximum batch size of a search for the highest MFU, as a multiple of
+`train.batch_size`."""
 NUM_RESULTS = 10
 """Default number of layouts to return and print."""
 
@@ -80,12 +87,21 @@ class Candidate:
     schedule: Schedule
     memory: Memory
     cost: Cost
+    varies_batch: bool = False
+    """Whether the search selected the batch size."""
+
+    @property
+    def seconds_per_sequence(self) -> float:
+        """Return the step time divided by the batch size, which determines the MFU."""
+        return self.cost.seconds / self.config.train.batch_size
 
     @property
     def layout_keys(self) -> dict[str, Any]:
         """Return the config keys and values that define the layout."""
         mesh, pipeline = self.config.mesh, self.config.pipeline
         found: dict[str, Any] = {}
+        if self.varies_batch:
+            found["train.batch_size"] = self.config.train.batch_size
         for link, axis in itertools.product(("ici", "dcn"), MESH_AXES):
             size = getattr(mesh, f"{link}_{axis}")
             if size > 1:
@@ -102,6 +118,12 @@ class Candidate:
             value = getattr(pipeline, name)
             if value not in (0, None):
                 found[f"pipeline.{name}"] = value
+        if pipeline.remat == "names" and pipeline.saved_names != default_of("pipeline.saved_names"):
+            found["pipeline.saved_names"] = f"[{','.join(pipeline.saved_names)}]"
+        if (key := chunks_key(self.config)) is not None:
+            chunks = self.config.model.own.all_to_all_chunks
+            if chunks != default_of(key):
+                found[key] = chunks
         return found
 
     @property
@@ -138,8 +160,9 @@ def search(
     fixed: Mapping[str, Any] | None = None,
     keep: int = NUM_RESULTS,
     report: ProgressCallback = ignore_progress,
+    max_batch_size: int | None = None,
 ) -> SearchResult:
-    """Return the layouts with the shortest predicted step time.
+    """Return the layouts with the shortest predicted time per sequence.
 
     Args:
         config: config with the model, batch and optimizer; layout keys in it are ignored.
@@ -149,25 +172,37 @@ def search(
         fixed: keys of `mesh` and `pipeline` that must have the given values.
         keep: maximum number of layouts to return.
         report: progress callback, called with (task, done, total).
+        max_batch_size: maximum global batch size. If it is set, the search also doubles
+            `train.batch_size` up to this limit: more microbatches of the same size never reduce
+            the MFU, so layouts are searched with the largest batch, and the best ones are
+            reevaluated with fewer microbatches. If it is None, the batch size is not changed.
 
     Raises:
         ConfigError: no layout fits in memory, or no valid layout has the fixed values.
     """
     fixed, considered, computed, too_large = fixed or {}, 0, 0, 0
     config = _apply_fixed(config, fixed)
-    contexts = _contexts(config, num_devices // num_slices)
+    sizes = batch_sizes(config, max_batch_size or config.train.batch_size)
+    config = _with_batch_size(config, sizes[-1])
+    contexts = context_sizes(config, num_devices // num_slices)
     passes = [contexts[:1], contexts[1:]]
     if config.train.batch_size < num_devices or "mesh.ici_context" in fixed:
         passes = [contexts]
     best: list[Candidate] = []
     for some in filter(None, passes):
-        space = list(_spaces(config, num_devices, num_slices, fixed, some))
+        space = list(mesh_layouts(config, num_devices, num_slices, fixed, some, hardware.platform))
         found = _find_best(space, hardware, keep, report)
         considered, too_large = considered + found.considered, too_large + found.too_large
         computed += found.computed
         best = rank_candidates([*best, *found.best])[:keep]
         if best and found.too_large <= found.computed / 2:
             break
+    if max_batch_size is not None:
+        smaller = [other for each in best for other in _smaller_batches(each, sizes, hardware)]
+        best = [
+            dataclasses.replace(candidate, varies_batch=True)
+            for candidate in rank_candidates([*best, *smaller])[:keep]
+        ]
     if best:
         return SearchResult(considered, too_large, best, computed)
     devices = f"{pluralize(num_devices, 'device')} of {hardware.name}"
@@ -190,14 +225,42 @@ def search(
     )
 
 
+def _with_batch_size(config: Config, size: int) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=size))
+
+
+def _smaller_batches(
+    candidate: Candidate, sizes: Sequence[int], hardware: Hardware
+) -> Iterator[Candidate]:
+    """Yield a layout with smaller batches of microbatches of the same size, if it is valid and
+    fits in memory.
+    """
+    for size in sizes:
+        microbatches, remainder = divmod(
+            candidate.config.pipeline.microbatches * size, candidate.config.train.batch_size
+        )
+        if remainder or not microbatches or size == candidate.config.train.batch_size:
+            continue
+        config = _with_batch_size(candidate.config, size)
+        pipeline = dataclasses.replace(config.pipeline, microbatches=microbatches)
+        config = dataclasses.replace(config, pipeline=pipeline)
+        if not check(config, {}):
+            smaller = evaluate(config, hardware)
+            if smaller.memory.total <= USABLE_MEMORY_FRACTION * hardware.memory_bytes:
+                yield smaller
+
+
 def best_layouts(
     config: Config,
     topology: Topology,
     fixed: Mapping[str, Any],
     keep: int = NUM_RESULTS,
     report: ProgressCallback = ignore_progress,
+    max_batch_size: int | None = None,
 ) -> SearchResult:
-    """Return the `keep` fastest layouts of a config on a topology. For `report`, see `search`."""
+    """Return the `keep` fastest layouts of a config on a topology. For `report` and
+    `max_batch_size`, see `search`.
+    """
     return search(
         config,
         topology.hardware,
@@ -206,6 +269,7 @@ def best_layouts(
         fixed=fixed,
         keep=keep,
         report=report,
+        max_batch_size=max_batch_size,
     )
 
 
@@ -236,14 +300,14 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
 
 
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort layouts by predicted time. Times that differ by less than `TIE` are treated as equal,
-    with the simplest layout first.
+    """Sort layouts by predicted time per sequence. Times that differ by less than `TIE` are treated
+    as equal, with the simplest layout first.
     """
-    left = sorted(candidates, key=lambda candidate: candidate.cost.seconds)
+    left = sorted(candidates, key=lambda candidate: candidate.seconds_per_sequence)
     complexities, ranked = [_complexity(candidate) for candidate in left], []
     while left:
-        longest = left[0].cost.seconds * (1 + TIE)
-        num_tied = bisect.bisect_right(left, longest, key=lambda candidate: candidate.cost.seconds)
+        longest = left[0].seconds_per_sequence * (1 + TIE)
+        num_tied = bisect.bisect_right(left, longest, key=lambda each: each.seconds_per_sequence)
         simplest = min(range(num_tied), key=complexities.__getitem__)
         ranked.append(left.pop(simplest))
         del complexities[simplest]
@@ -251,11 +315,12 @@ def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Return the layout's complexity: the number of stages, the sizes of the axes that shard a
-    layer, and the number of repeats.
+    """Return the layout's complexity: the batch size, the number of stages, the sizes of the axes
+    that shard a layer, and the number of repeats.
     """
     axes, pipeline = Sizes(candidate.config).mesh.axes, candidate.config.pipeline
-    return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
+    sharded = (axes[name] for name in ("stage", "tensor", "context", "expert"))
+    return (candidate.config.train.batch_size, *sharded, pipeline.repeats)
 
 
 def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
@@ -272,24 +337,11 @@ def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
     return config
 
 
-@dataclass(frozen=True)
-class _MeshLayouts:
-    """All layouts that use the same mesh."""
-
-    config: Config
-    pipelines: Sequence[Mapping[str, Any]]
-
-    def layout(self, place: int) -> Config:
-        """Return the layout at the given index."""
-        section = dataclasses.replace(self.config.pipeline, **self.pipelines[place])
-        return dataclasses.replace(self.config, pipeline=section)
-
-
 class _LayoutScore(NamedTuple):
-    """Score of a layout: its step time, or its memory use if no layout fits. Smaller is better."""
+    """Score of a layout: its time, or its memory use if no layout fits. Smaller is better."""
 
     seconds: float
-    """Predicted step time; infinite if the layout does not fit in memory."""
+    """Predicted time per sequence; infinite if the layout does not fit in memory."""
     num_bytes: float
 
 
@@ -298,11 +350,12 @@ def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
     short, long = short_schedules(layout)
     num_bytes = predict_memory(Sizes(layout), long or short, platform=hardware.platform).total
     fits = num_bytes <= USABLE_MEMORY_FRACTION * hardware.memory_bytes
-    return _LayoutScore(_seconds(layout, short, long, hardware) if fits else math.inf, num_bytes)
+    seconds = _seconds(layout, short, long, hardware) if fits else math.inf
+    return _LayoutScore(seconds / layout.train.batch_size, num_bytes)
 
 
 def _rank_layouts(
-    spaces: Sequence[_MeshLayouts], hardware: Hardware, report: ProgressCallback
+    spaces: Sequence[MeshLayouts], hardware: Hardware, report: ProgressCallback
 ) -> dict[tuple[int, int], _LayoutScore]:
     """Return scores keyed by (mesh index, layout index), best first; large search spaces are only
     sampled.
@@ -333,7 +386,7 @@ def _rank_layouts(
 
 
 def _find_best(
-    spaces: Sequence[_MeshLayouts], hardware: Hardware, keep: int, report: ProgressCallback
+    spaces: Sequence[MeshLayouts], hardware: Hardware, keep: int, report: ProgressCallback
 ) -> SearchResult:
     """Return the `keep` fastest layouts that fit in memory."""
     ranked, best = _rank_layouts(spaces, hardware, report), []
@@ -367,215 +420,6 @@ def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
         ConfigError: the config does not match the topology.
     """
     return evaluate(resolve_config(loaded, topology), topology.hardware)
-
-
-# Layouts.
-
-
-def layouts(
-    config: Config,
-    num_devices: int,
-    num_slices: int,
-    fixed: Mapping[str, Any],
-    contexts: Sequence[int] = (1,),
-) -> Iterator[Config]:
-    """Yield layouts with valid axis sizes whose context-axis size is in `contexts`.
-
-    `config.check.check` checks all other rules.
-    """
-    for space in _spaces(config, num_devices, num_slices, fixed, contexts):
-        yield from map(space.layout, range(len(space.pipelines)))
-
-
-def _spaces(
-    config: Config,
-    num_devices: int,
-    num_slices: int,
-    fixed: Mapping[str, Any],
-    contexts: Sequence[int],
-) -> Iterator[_MeshLayouts]:
-    """Yield layouts with valid axis sizes, grouped by mesh."""
-    across = [axis for axis in MESH_AXES if fixed.get(f"mesh.dcn_{axis}", 1) > 1]
-    whole = {f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES}
-    kept = {
-        key.removeprefix("pipeline."): value
-        for key, value in fixed.items()
-        if key.startswith("pipeline.")
-    }
-    for sizes in _meshes(config, num_devices, num_slices, contexts, across):
-        mesh = whole | sizes  # 1 is the default size
-        if any(
-            mesh[name] != value
-            for key, value in fixed.items()
-            if key.startswith("mesh.") and (name := key.removeprefix("mesh.")) in mesh
-        ):
-            continue
-        resolved = dataclasses.replace(config.mesh, **mesh)
-        on_mesh = dataclasses.replace(config, mesh=resolved)
-        pipelines = _pipelines(on_mesh)
-        if kept:
-            pipelines = [
-                pipeline
-                for pipeline in pipelines
-                if all(pipeline.get(name, value) == value for name, value in kept.items())
-            ]
-        if pipelines:
-            yield _MeshLayouts(on_mesh, pipelines)
-
-
-def _contexts(config: Config, inside: int) -> list[int]:
-    """Return the context-axis sizes that divide sequences evenly."""
-    if has_sequential_layers(config):
-        return [1]
-    tokens = config.train.sequence_length
-    return [1, *(size for size in _divisors(inside)[1:] if tokens % (2 * size) == 0)]
-
-
-def _meshes(
-    config: Config,
-    num_devices: int,
-    num_slices: int,
-    contexts: Sequence[int],
-    across: Sequence[str] = (),
-) -> Iterator[dict[str, Any]]:
-    """Yield meshes. `across` names the axes that span slices (default: derived from the config)."""
-    inside = num_devices // num_slices
-    if num_slices == 1:
-        across = ("data",)
-    elif not across:
-        across = ["data", "fsdp", "stage", *(["expert"] if has_experts(config) else [])]
-        if config.train.batch_size < num_devices and not has_sequential_layers(config):
-            across.append("context")
-    tokens, described = config.train.sequence_length, Sizes(config)
-    for sizes, axis in itertools.product(_slice_meshes(config, inside, contexts), across):
-        total = sizes | {axis: sizes[axis] * num_slices}
-        shards = total["data"] * total["fsdp"] * total["expert"]
-        if total["stage"] > config.model.num_layers or config.train.batch_size % shards:
-            continue
-        if total["context"] > 1 and tokens % (2 * total["context"]):
-            continue
-        if not described.mesh.divides(described.model, total):
-            continue
-        mesh = {f"ici_{name}": size for name, size in sizes.items()}
-        mesh |= {f"dcn_{axis}": num_slices} if num_slices > 1 else {}
-        for split, rings in _token_splits(config, sizes):
-            yield mesh | dict(zip(TOKEN_SPLIT_KEYS, (split, rings), strict=True))
-
-
-def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Yield the axis sizes within a slice."""
-    described, experts = Sizes(config), has_experts(config)
-    for tensor in _divisors(inside):
-        if tensor > 8 or not described.mesh.divides(described.model, {"tensor": tensor}):
-            continue
-        for context in contexts:
-            if (inside // tensor) % context:
-                continue
-            remaining = inside // tensor // context
-            for expert in _divisors(remaining) if experts else (1,):
-                if not described.mesh.divides(described.model, {"expert": expert}):
-                    continue
-                for stage in _divisors(remaining // expert):
-                    for fsdp in _divisors(remaining // expert // stage):
-                        data = remaining // expert // stage // fsdp
-                        yield {
-                            "stage": stage,
-                            "data": data,
-                            "fsdp": fsdp,
-                            "expert": expert,
-                            "context": context,
-                            "tensor": tensor,
-                        }
-
-
-def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bool, bool]]:
-    """Yield candidate values of `TOKEN_SPLIT_KEYS`: sequence parallelism and collective matmuls,
-    each on or off.
-    """
-    yield False, False
-    tensor, context = sizes["tensor"], sizes["context"]
-    if tensor > 1 and config.train.sequence_length % (tensor * context) == 0:
-        yield True, False
-        yield True, True
-
-
-def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
-    """Return the pipeline options for a mesh. Cached, because many meshes share the same
-    options.
-    """
-    sizes = Sizes(config)
-    in_ring = config.mesh.context_attention == "ring" and sizes.mesh.axes["context"] > 1
-    return _pipeline_options(
-        sizes.mesh.stages,
-        config.model.num_layers - config.pipeline.prologue_layers,
-        sizes.batch.per_device,
-        gathers=gathers_weights(sizes),
-        rings=config.mesh.collective_matmul or in_ring,
-    )
-
-
-@cache
-def _pipeline_options(
-    stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
-) -> tuple[Mapping[str, Any], ...]:
-    options: list[Mapping[str, Any]] = []
-    # All stages must take part in ring attention, so idle stages must not skip their slots.
-    base = {"idle": "compute"} if stages > 1 and rings else {}
-    for name, repeats, group_factor in _schedules(stages):
-        if stages * repeats > layers:
-            continue
-        spec = SCHEDULES[name]
-        for count in _divisors(rows):
-            group = group_factor * stages
-            if stages > 1 and (count < stages or group > count):
-                continue
-            for gather in GATHERS if gathers else ("iteration",):
-                # A weight prefetch window helps only if a stage has several chunks and microbatches
-                # share a gather.
-                if gather == "window" and (repeats == 1 or not spec.uses_group):
-                    continue
-                if gather != "window" and group_factor > 1:
-                    continue
-                for remat in REMATS:
-                    # A split backward pass recomputes in both I and W slots, which makes full remat
-                    # too expensive.
-                    if spec.split and remat in ("full", "chunk"):
-                        continue
-                    options.append(
-                        base
-                        | {
-                            "schedule": name,
-                            "repeats": repeats,
-                            "group": group if group_factor > 1 else 0,
-                            "microbatches": count,
-                            "weight_gather": gather,
-                            "remat": remat,
-                        }
-                    )
-    return tuple(options)
-
-
-def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (schedule name, repeats, group size as a multiple of the number of stages)."""
-    if stages == 1:
-        yield INTERLEAVED, 1, 1
-        return
-    for name, spec in SCHEDULES.items():
-        if spec.dominated:
-            continue
-        for repeats in (spec.repeats,) if spec.repeats else REPEATS:
-            if spec.uses_group and repeats == 1:
-                continue  # same schedule table as 1F1B
-            yield name, repeats, 1
-            if spec.uses_group:
-                yield name, repeats, 2
-                yield name, repeats, 4
-
-
-@cache
-def _divisors(number: int) -> tuple[int, ...]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return tuple(dict.fromkeys((*small, *(number // divisor for divisor in reversed(small)))))
 
 
 # Short schedule tables.

@@ -136,8 +136,9 @@ class ParameterCounts:
             for name, kind in self.model.layer_types.items()
         }
 
-    def computed_elements(self, kind: str) -> float:
-        """Return the number of a layer's gathered parameters that are applied to each token.
+    def computed_elements(self, kind: str, *, only_owned: bool = False) -> float:
+        """Return the number of a layer's parameters that are applied to each token. With
+        `only_owned`, count only the parameters that are sharded over the expert axis.
 
         Experts sharded over an axis process the tokens of all devices along that axis. The count
         per local token is therefore the same as if the device held all experts.
@@ -149,6 +150,7 @@ class ParameterCounts:
             * self.mesh.shards(self.mesh.owned_over(params[name].dims))
             for name, share in computed_share(self.model.layer_types[kind]).items()
             if self.includes(params[name])
+            if not only_owned or self.mesh.owned_over(params[name].dims)
         )
 
     def elements(self, layers: Mapping[str, int], *, whole: bool = False) -> int:
@@ -427,6 +429,23 @@ class ActivationSizes:
         """Return whether all named activations of a sublayer are saved for its backward pass."""
         remat = self.config.pipeline.remat
         return remat == "none" or (remat == "names" and self.saved_names >= {*part.activations})
+
+    def unsaved_elements(self, kind: str) -> float:
+        """Return the parameters per token whose matmuls a backward pass repeats, because
+        `pipeline.saved_names` excludes their outputs.
+        """
+        layer_type, mesh = self.model.layer_types[kind], self.mesh
+        elements = 0.0
+        for (part, name), share in computed_share(layer_type).items():
+            outputs = {name, f"expert_{name}"}
+            if name.endswith("_up"):  # of latents: `key_value_up` computes `key` and `value`
+                outputs |= {*name.split("_")[:-1]}
+            outputs &= {*layer_type.parts[part].activations}
+            if outputs - self.saved_names:
+                dims = counted(layer_type)[part, name].dims
+                owners = mesh.shards(mesh.owned_over(dims))
+                elements += share * mesh.elements(dims, whole=True) * owners
+        return elements
 
     def saved_bytes(self, kind: str) -> tuple[float, float]:
         """Return the (device, host) bytes saved per layer, or per chunk with `remat=chunk`."""

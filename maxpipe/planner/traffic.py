@@ -56,7 +56,10 @@ class TokenExchange(NamedTuple):
     """Token exchange in a recomputed forward pass, where some transfers can be omitted."""
     backward: CommVolume
     overlaps: bool = False
-    """Whether the exchange overlaps with compute in the same sublayer."""
+    """Whether the exchange overlaps with the attention scores of the same sublayer."""
+    chunks: int = 1
+    """Number of independent chunks. A chunk can be exchanged while the experts process another
+    chunk."""
 
     def in_slot(self, action: str, remat: str) -> list[CommVolume]:
         """Return the token exchanges in a slot of type `F`, `B`, `I` or `W`."""
@@ -234,6 +237,7 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
             CommVolume(axes, 2 * width + 2 * routes, chunks * calls[0], is_all_to_all=True),
             CommVolume(axes, width + 2 * routes, chunks * calls[1], is_all_to_all=True),
             CommVolume(axes, 2 * width + routes, chunks * calls[2], is_all_to_all=True),
+            chunks=chunks if sizes.platform == "cuda" else 1,
         )
         return
     # All-gather the tokens along the axis, and reduce-scatter the expert outputs.

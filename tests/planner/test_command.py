@@ -60,6 +60,19 @@ def test_search_writes_and_draws_best_layout(
     assert drawn.read_text(encoding="utf-8").startswith("<svg")
 
 
+def test_search_for_mfu_writes_the_batch_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, given = tmp_path / "best.yml", load(["configs/quickstart.yml"]).config.train.batch_size
+    fixed = ["mesh.ici_fsdp=2", "pipeline.remat=full", "pipeline.weight_gather=iteration"]
+    command = [*SEARCH[:-1], "pipeline.schedule=1f1b", *fixed]
+    assert main([*command, "--objective", "mfu", "--write", str(best), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["best"][0]
+    size = found["layout"]["train.batch_size"]
+    assert size in (given, 2 * given, 4 * given)
+    assert load([str(best)]).config.train.batch_size == size
+
+
 @pytest.mark.long
 def test_search_measures_best_layouts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -90,6 +103,13 @@ def test_search_measures_best_layouts(
         ([*RUN, "--write", "best.yml"], "--write\n  requires --search"),
         ([*RUN, "--fix", "mesh.ici_stage=4"], "--fix\n  requires --search"),
         ([*RUN, "--compile", "3"], "--compile\n  requires --search"),
+        ([*RUN, "--objective", "mfu"], "--objective\n  requires --search"),
+        ([*RUN, "--search", "--max-batch-size", "64"], "requires --objective=mfu"),
+        ([*RUN, "--search", "--reports", "reports"], "--reports\n  requires --compile"),
+        (
+            [*RUN, "--search", "--objective", "mfu", "--max-batch-size", "4"],
+            "must be at least train.batch_size, which is",
+        ),
         ([*RUN, "--search", "--compile", "0"], "--compile: 0 is below the minimum of 1"),
         ([*RUN, "--slices", "-1"], "--slices: -1 is below the minimum of 1"),
         ([*RUN[:2], "--devices", "0"], "--devices: 0 is below the minimum of 1"),

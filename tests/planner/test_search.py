@@ -25,12 +25,12 @@ from maxpipe.planner.search import (
     best_layouts,
     evaluate,
     forecast_layout,
-    layouts,
     parse_fixed_keys,
     rank_candidates,
     search,
     short_schedules,
 )
+from maxpipe.planner.search_space import layouts
 from maxpipe.planner.sizes import Sizes, build_schedule
 from maxpipe.planner.topology import Topology, parse_topology
 
@@ -61,6 +61,90 @@ def test_candidates_are_valid_and_use_all_devices() -> None:
     for config in found[::97]:
         assert Sizes(config).mesh.num_devices == 32
         assert not check(config, {})
+
+
+def test_search_for_mfu_varies_the_batch_size_up_to_the_limit() -> None:
+    config = config_of(rows=16)
+    fixed = {"mesh.ici_stage": 4, "mesh.ici_tensor": 1, "pipeline.remat": "full"}
+    by_time = search(config, V5E.hardware, num_devices=16, fixed=fixed)
+    by_mfu = search(config, V5E.hardware, num_devices=16, fixed=fixed, max_batch_size=100)
+    assert {each.config.train.batch_size for each in by_time.best} == {16}
+    assert "train.batch_size" not in by_time.best[0].layout_keys
+    found = [each.config.train.batch_size for each in by_mfu.best]
+    assert set(found) <= {16, 32, 64} and max(found) == 64
+    assert by_mfu.best[0].layout_keys["train.batch_size"] == found[0]
+    # More microbatches reduce the bubble.
+    assert by_mfu.best[0].cost.mfu > 1.05 * by_time.best[0].cost.mfu
+    for each in by_mfu.best:
+        assert not check(each.config, {})
+
+
+def test_search_for_mfu_prefers_the_smaller_of_equal_batches() -> None:
+    small = evaluate(config_of({"ici_fsdp": 8}, 64, microbatches=8), V5E.hardware)
+    large = evaluate(config_of({"ici_fsdp": 8}, 128, microbatches=16), V5E.hardware)
+    assert large.cost.mfu == pytest.approx(small.cost.mfu, rel=TIE)
+    assert rank_candidates([large, small]) == [small, large]
+    pipelined = {"schedule": "1f1b", "remat": "full"}
+    few = evaluate(config_of(STAGED, 64, microbatches=8, **pipelined), V5E.hardware)
+    many = evaluate(config_of(STAGED, 128, microbatches=16, **pipelined), V5E.hardware)
+    assert many.cost.seconds > few.cost.seconds
+    assert rank_candidates([few, many]) == [many, few]
+
+
+def moe_config(chunks: int = 1, capacity: float = 0.0) -> Config:
+    moe = {"all_to_all_chunks": chunks, "all_to_all_capacity_factor": capacity}
+    model = LAYERS | {"family": "moe", "num_layers": 4, "moe": moe}
+    train = {"batch_size": 16, "sequence_length": 2048, "steps": 1}
+    return from_dict({"model": model, "train": train, "mesh": {"ici_expert": 8}})
+
+
+def test_search_varies_chunks_only_on_gpus_and_without_capacity_limit() -> None:
+    def chunks(config: Config, platform: str) -> set[int]:
+        found = layouts(config, 8, 1, {"mesh.ici_expert": 8}, platform=platform)
+        return {each.model.own.all_to_all_chunks for each in found}
+
+    assert chunks(moe_config(), "cuda") == {1, 2, 4}
+    assert chunks(moe_config(), "tpu") == {1}
+    assert chunks(moe_config(capacity=2.0), "cuda") == {1}
+    candidate = evaluate(moe_config(chunks=4), published_hardware()["h100"])
+    assert candidate.layout_keys["model.moe.all_to_all_chunks"] == 4
+
+
+def test_chunks_overlap_the_exchange_on_gpus() -> None:
+    def exchange(chunks: int, device: str) -> float:
+        return evaluate(moe_config(chunks), published_hardware()[device]).cost.parts["exchange"]
+
+    slow = dataclasses.replace(published_hardware()["h100"], link_gb_per_second=1.0)
+    assert exchange(4, "h100") < exchange(2, "h100") < exchange(1, "h100")
+    assert exchange(4, "v5p") >= exchange(1, "v5p")
+    # With slow links, the experts cannot cover the exchange.
+    one, four = (evaluate(moe_config(chunks), slow).cost.parts["exchange"] for chunks in (1, 4))
+    assert 0.7 * one < four < one
+
+
+def test_search_varies_saved_names_and_repeats() -> None:
+    found = list(layouts(config_of(), 32, 1, {"pipeline.remat": "names", "mesh.ici_stage": 4}))
+    names = {tuple(each.pipeline.saved_names) for each in found}
+    assert names == {("matmuls",), ("attention", "gate"), ("attention",)}
+    assert {each.pipeline.repeats for each in found} == {1, 2, 3, 4, 6, 8}
+    deep = dataclasses.replace(config_of().model, num_layers=80)
+    deep = dataclasses.replace(config_of(), model=deep)
+    found = list(layouts(deep, 16, 1, {"pipeline.remat": "full", "mesh.ici_stage": 16}))
+    assert {each.pipeline.repeats for each in found} == {1, 2, 3, 4, 5}
+
+
+def test_predicted_recomputation_depends_on_saved_names() -> None:
+    def candidate(names: list[str], remat: str = "names") -> Candidate:
+        pipeline = {"microbatches": 8, "remat": remat, "saved_names": names}
+        return evaluate(config_of({"ici_fsdp": 8}, **pipeline), published_hardware()["v5p"])
+
+    everything, gated, narrow = map(candidate, (["matmuls"], ["attention", "gate"], ["attention"]))
+    full = candidate(["matmuls"], "full")
+    memory = [each.memory.total for each in (everything, gated, narrow, full)]
+    assert memory == sorted(memory, reverse=True)
+    added = [each.cost.seconds - everything.cost.seconds for each in (gated, narrow, full)]
+    assert added == sorted(added) and added[0] > 0
+    assert narrow.layout_keys["pipeline.saved_names"] == "[attention]"
 
 
 @pytest.mark.long

@@ -1,0 +1,375 @@
+"""List the layouts with the highest MFU that `maxpipe plan --search --objective=mfu` finds.
+
+    python benchmarks/best_layouts.py                      # prints the page
+    python benchmarks/best_layouts.py --write              # and writes best_layouts.md
+    python benchmarks/best_layouts.py --rows v6e Mixtral   # runs only rows that match a text
+
+No accelerator is used. Each row is one run of the command on the page, in a separate process. Rows
+on TPUs require libtpu (`pip install '.[tpu]'`), and rows on GPUs require `pip install
+'.[gpu-aot]'`. Rows for a compiler that is not installed are read from `--cache`, or omitted if the
+cache does not contain them. The cache contains the output of each row, and the reports of all
+compiled layouts, which `--reports` reuses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxpipe.config.load import load
+from maxpipe.hardware import Hardware, published_hardware
+from maxpipe.models.count import train_flops_per_token
+from maxpipe.models.registry import describe
+from maxpipe.planner.compile import CompileReport
+from maxpipe.planner.instruction_costs import ProfileLine
+
+GIB = 2**30
+EXPERTS = "experts"
+"""Name of the sublayer whose kernels multiply the rows of experts."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run whose best layout is searched."""
+
+    name: str
+    run: str
+    """Model and overrides of the run."""
+    topology: str
+    fixed: str
+    """Keys that are not searched."""
+    slices: int = 1
+    compiled: int = 1
+    """Number of layouts to compile."""
+    goal: float = 0.0
+    """Required MFU according to the compiler."""
+    published: str = "-"
+    """Published MFU of another trainer for the most similar run."""
+
+    @property
+    def kind(self) -> str:
+        """Prefix of the topology."""
+        return self.topology.partition(":")[0]
+
+    @property
+    def hardware(self) -> Hardware:
+        """Specifications of one device."""
+        return published_hardware()[self.kind]
+
+    @property
+    def where(self) -> str:
+        """Devices as in the table."""
+        return f"{self.slices} x {self.topology}" if self.slices > 1 else self.topology
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of `maxpipe`, without the folder of reports."""
+        slices = ["--slices", str(self.slices)] if self.slices > 1 else []
+        search = ["--search", "--objective", "mfu", "--max-batch-size", self.batch_size]
+        fixed = ["--fix", *self.fixed.split()] if self.fixed else []
+        run = [*self.run.split(), "--topology", self.topology, *slices]
+        return ["plan", *run, *search, *fixed, "--compile", str(self.compiled)]
+
+    @property
+    def batch_size(self) -> str:
+        """Value of `train.batch_size` in the run, which is also the maximum batch size."""
+        (value,) = [each for each in self.run.split() if each.startswith("train.batch_size=")]
+        return value.partition("=")[2]
+
+    @property
+    def all_pairs_factor(self) -> float:
+        """Model FLOPs with all query-key pairs, relative to those with the causal half."""
+        config = load(self.run.split()).config
+        model, tokens = describe(config.model), config.train.sequence_length
+        # The FLOPs of causal attention grow linearly with the sequence length, and all pairs are
+        # twice as many as the causal pairs.
+        return train_flops_per_token(model, 2 * tokens) / train_flops_per_token(model, tokens)
+
+
+NO_SHARDED_TOKENS = "mesh.ici_context=1 mesh.ici_tensor=1"
+NAMES = "pipeline.remat=names pipeline.saved_names=[matmuls]"
+ROWS = (
+    Row(
+        "Llama 3 8B",
+        "llama3-8b train.sequence_length=2048 train.batch_size=4096",
+        "v5p:4x4x4",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=1 pipeline.remat=names",
+        goal=0.74,
+        published="71.5% (MaxText, 32B on 64 chips, 2048 tokens)",
+    ),
+    Row(
+        "Llama 3 70B",
+        "llama3-70b train.sequence_length=2048 train.batch_size=1024",
+        "v5p:4x4x4",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=16 mesh.ici_fsdp=4 pipeline.repeats=5 "
+        "pipeline.microbatches=256 pipeline.weight_gather=step pipeline.schedule=interleaved "
+        f"{NAMES}",
+        goal=0.74,
+        published="65.4% (MaxText, Llama 2 70B on 512 chips, 4096 tokens, all pairs)",
+    ),
+    Row(
+        "Llama 3 8B",
+        "llama3-8b train.sequence_length=8192 train.batch_size=1024",
+        "v6e:8x8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=8 mesh.ici_fsdp=8 pipeline.repeats=4 "
+        "pipeline.microbatches=128 pipeline.weight_gather=step pipeline.schedule=interleaved "
+        "pipeline.remat=names pipeline.saved_names=[attention,gate]",
+        goal=0.52,
+        published="45.5% (MaxText, 256 chips, 8192 tokens)",
+    ),
+    Row(
+        "Mixtral 8x7B",
+        "mixtral-8x7b train.sequence_length=4096 train.batch_size=2048",
+        "v5p:4x8x8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=8 mesh.ici_fsdp=32 pipeline.repeats=4 "
+        "pipeline.microbatches=64 pipeline.weight_gather=step pipeline.schedule=interleaved "
+        f"{NAMES}",
+        goal=0.55,
+        published="52.6% (MaxText, 256 chips)",
+    ),
+    Row(
+        "DeepSeek-V3",
+        "deepseek-v3 train.sequence_length=4096 train.batch_size=8192 model.mtp_heads=0 "
+        "model.deepseek.all_to_all_capacity_factor=1.5",
+        "v5p:8x8x8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_stage=8 mesh.ici_expert=64 pipeline.repeats=4 "
+        "pipeline.microbatches=128 pipeline.weight_gather=iteration "
+        "pipeline.schedule=interleaved pipeline.remat=names "
+        "pipeline.saved_names=[query_latent,latent,context,attention_out]",
+        goal=0.4,
+        published="33.2% (MaxText, 512 chips, sequence length not stated)",
+    ),
+    Row(
+        "Llama 3 8B",
+        "llama3-8b train.sequence_length=8192 train.batch_size=64",
+        "h100:8",
+        f"{NO_SHARDED_TOKENS}",
+        compiled=2,
+    ),
+    Row(
+        "Llama 3 8B",
+        "llama3-8b train.sequence_length=8192 train.batch_size=512",
+        "h100:8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_fsdp=8 pipeline.remat=names",
+        slices=8,
+        compiled=2,
+    ),
+    Row(
+        "Qwen3 30B-A3B",
+        "qwen3-30b-a3b train.sequence_length=4096 train.batch_size=64",
+        "h100:8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_data=1",
+        compiled=2,
+    ),
+    Row(
+        "Qwen3 30B-A3B",
+        "qwen3-30b-a3b train.sequence_length=4096 train.batch_size=512",
+        "h100:8",
+        f"{NO_SHARDED_TOKENS} mesh.ici_data=1 pipeline.weight_gather=iteration",
+        slices=8,
+        compiled=2,
+    ),
+)
+
+
+def search_of(row: Row, cache: Path) -> dict[str, Any] | None:
+    """Return the cached output of a row, or run its command. On failure, print the reason and
+    return None.
+    """
+    key = hashlib.sha256(repr(row.arguments).encode()).hexdigest()[:24]
+    path = cache / f"{key}.json"
+    if not path.exists():
+        compiler = "libtpu" if row.hardware.is_tpu else "jax_cuda12_plugin"
+        if importlib.util.find_spec(compiler) is None:
+            print(f"skipped: {row.name} on {row.where}: needs {compiler}", file=sys.stderr)
+            return None
+        print(f"searching {row.name} on {row.where}", file=sys.stderr, flush=True)
+        command = [*row.arguments, "--reports", str(cache / "reports"), "--json"]
+        run = subprocess.run(
+            [sys.executable, "-m", "maxpipe", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode:
+            reason = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+            print(f"skipped: {row.name} on {row.where}: {reason[-1][:300]}", file=sys.stderr)
+            return None
+        path.write_text(run.stdout, encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best layout of a row."""
+
+    row: Row
+    values: dict[str, Any]
+    """Prediction of the layout."""
+    report: CompileReport
+
+    @property
+    def mfu(self) -> float | None:
+        """MFU according to the compiler, including exposed collectives."""
+        return self.values["compiled_mfu"]
+
+    @property
+    def step_cycles(self) -> float:
+        """Cycles of a step, including exposed collectives."""
+        return sum(line.cycles for line in self.report.entries)
+
+    def cycles(self, *kinds: str, part: str | None = None) -> float:
+        """Cycles of all operations of these kinds, optionally of one sublayer."""
+        return sum(line.cycles for line in self._lines(*kinds, part=part))
+
+    def _lines(self, *kinds: str, part: str | None = None) -> list[ProfileLine]:
+        return [
+            line
+            for line in self.report.entries
+            if line.kind in kinds and (part is None or line.part == part)
+        ]
+
+    @property
+    def matmul_rate(self) -> float:
+        """Fraction of the peak that matmuls outside kernels reach."""
+        lines = self._lines("matmul")
+        return sum(line.cycles * line.of_peak for line in lines) / self.cycles("matmul")
+
+    @property
+    def mfu_at_matmul_rate(self) -> float | None:
+        """MFU if the kernels of experts reach the rate of the other matmuls."""
+        experts = self.cycles("kernel", part=EXPERTS)
+        if self.mfu is None or not experts:
+            return None
+        saved = experts * (1 - self.report.kernel_efficiency / self.matmul_rate)
+        return self.mfu * self.step_cycles / (self.step_cycles - saved)
+
+
+def best_of(row: Row, cache: Path) -> Best | None:
+    """Return the best compiled layout of a row, or None if no layout compiled and fits."""
+    found = search_of(row, cache)
+    if found is None:
+        return None
+    for values in found["compiled"]:
+        if values["compiled_fits"]:
+            return Best(row, values, CompileReport.from_json(values["report"]))
+    print(f"skipped: {row.name} on {row.where}: no compiled layout fits", file=sys.stderr)
+    return None
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def layout_of(best: Best) -> str:
+    """Return the overrides of the layout, without those that are equal in all rows."""
+    return "`" + " ".join(f"{key}={value}" for key, value in best.values["layout"].items()) + "`"
+
+
+def page(found: Sequence[Best]) -> str:
+    """Return the page content below the preamble."""
+    tpu = [best for best in found if best.row.hardware.is_tpu]
+    gpu = [best for best in found if not best.row.hardware.is_tpu]
+    head = ["model", "devices", "predicted MFU", "compiled MFU", "expert kernels at matmul rate"]
+    head += ["all pairs counted", "goal", "published", "predicted GiB", "compiled GiB"]
+    cells = []
+    for best in tpu:
+        assert best.mfu is not None, "the TPU compiler estimates cycles"
+        counted = best.mfu_at_matmul_rate or best.mfu
+        cells.append(
+            [
+                *(best.row.name, best.row.where, percent(best.values["mfu"]), percent(best.mfu)),
+                percent(best.mfu_at_matmul_rate),
+                percent(counted * best.row.all_pairs_factor),
+                f"{best.row.goal:.0%}, {'met' if counted >= best.row.goal else 'missed'}",
+                best.row.published,
+                f"{best.values['total_bytes'] / GIB:.1f}",
+                f"{best.report.total_bytes / GIB:.1f}",
+            ]
+        )
+    lines = ["## TPUs", "", *table(head, cells)]
+    lines += ["Shares of the cycles of a step, including exposed collectives:", ""]
+    head = ["model", "devices", "matmuls", "rate of matmuls", "attention kernels"]
+    head += ["expert kernels", "exposed collectives", "other", "FLOPs / model FLOPs", "bubble"]
+    lines += table(head, [_shares(best) for best in tpu])
+    head = ["model", "devices", "predicted MFU", "FLOPs / model FLOPs", "sent GiB", "asynchronous"]
+    head += ["predicted GiB", "compiled GiB"]
+    lines += ["## GPUs", "", *table(head, [_gpu_cells(best) for best in gpu])]
+    lines += ["## Layouts and commands", ""]
+    for best in found:
+        fixed = " ".join(best.row.arguments)
+        lines += [f"{best.row.name} on {best.row.where}:", "", layout_of(best), ""]
+        lines += [f"    maxpipe {fixed}", ""]
+    return "\n".join(lines)
+
+
+def _shares(best: Best) -> list[str]:
+    kernels, experts = best.cycles("kernel"), best.cycles("kernel", part=EXPERTS)
+    exposed = sum(line.cycles for line in best.report.entries if line.is_exposed)
+    whole = best.step_cycles
+    other = whole - best.cycles("matmul") - kernels - exposed
+    shares = [best.cycles("matmul") / whole, best.matmul_rate, (kernels - experts) / whole]
+    shares += [experts / whole, exposed / whole, other / whole]
+    return [
+        *(best.row.name, best.row.where, *map(percent, shares)),
+        f"{best.report.flops / best.report.model_flops:.2f}",
+        percent(best.values["bubble"]),
+    ]
+
+
+def _gpu_cells(best: Best) -> list[str]:
+    sent = sum(each.total_bytes for each in best.report.collectives)
+    return [
+        *(best.row.name, best.row.where, percent(best.values["mfu"])),
+        f"{best.report.flops / best.report.model_flops:.2f}",
+        *(f"{sent / GIB:.1f}", percent(best.report.asynchronous_share)),
+        f"{best.values['total_bytes'] / GIB:.1f}",
+        f"{best.report.total_bytes / GIB:.1f}",
+    ]
+
+
+PREAMBLE = """\
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        metavar="TEXT",
+        help="run only rows whose name or devices contain one of the texts, and print no page",
+    )
+    cache = Path(tempfile.gettempdir()) / "maxpipe-best-layouts"
+    parser.add_argument("--cache", type=Path, default=cache)
+    options = parser.parse_args()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    if options.rows:
+        for row in ROWS:
+            if any(text in f"{row.name} {row.where}" for text in options.rows):
+                best_of(row, options.cache)
+        return
+    found = [best for row in ROWS if (best := best_of(row, options.cache))]
+    text = page(found)
+    print(text)
+    if options.write:
+        Path(__file__).with_suffix(".md").write_text(PREAMBLE + text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
