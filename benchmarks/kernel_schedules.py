@@ -47,9 +47,14 @@ class Block:
     inner: list[Block]
 
     @property
+    def length(self) -> int:
+        """Return the number of instruction bundles in the block, including the blocks inside."""
+        return self.last - self.first
+
+    @property
     def bundles(self) -> int:
         """Return the number of instruction bundles in the block, without the blocks inside."""
-        return self.last - self.first - sum(each.last - each.first for each in self.inner)
+        return self.length - sum(each.length for each in self.inner)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,16 @@ class KernelSchedule:
     """Shapes of the block and of the array for each operand in high-bandwidth memory."""
     step: Block
     """Instructions of one grid step, including its overhead."""
+
+    @property
+    def active(self) -> Block:
+        """Return the block that runs in grid steps with work."""
+        return max(self.step.inner, key=lambda block: block.length)
+
+    @property
+    def overhead(self) -> int:
+        """Return the number of instruction bundles of a grid step outside of inner blocks."""
+        return self.step.length - self.active.length + self.active.bundles
 
     @classmethod
     def read_all(cls, folder: Path, names: str) -> Iterator[KernelSchedule]:
@@ -129,13 +144,13 @@ def cycles(kernel: KernelSchedule, sizes: Any, hardware: Any, num_cores: int) ->
     peak = number * tile[1] * columns / per_cycle
     inner_tiles = inputs[0][1][1] // tile[1]
     turns = -(-(whole[-1] // columns) // num_cores)
-    busy, steps = count(kernel.step, sizes, tile[0], peak, inner_tiles)
+    busy, steps = count(kernel, sizes, tile[0], peak, inner_tiles)
     rate = hardware.memory_gb_per_second / hardware.clock_ghz / num_cores
     return turns * max(busy, _moved(kernel, sizes, steps, inner_tiles) / rate)
 
 
 def _count_matmul(
-    step: Block, sizes: Any, rows: int, peak: float, inner_tiles: int
+    kernel: KernelSchedule, sizes: Any, rows: int, peak: float, inner_tiles: int
 ) -> tuple[float, float]:
     """Return the cycles and the grid steps of one column tile of `grouped_matmul`."""
     import numpy as np
@@ -146,20 +161,18 @@ def _count_matmul(
     start, first, stop = (np.asarray(each) for each in (at.start, at.first, at.stop))
     used = first < stop
     first, stop = (first - start)[used], np.minimum(stop - start, rows)[used]
-    (active,) = step.inner
     part_sizes = [rows // 4, rows // 2, rows]
     total, left = 0.0, np.ones(len(first), bool)
-    for part, size in zip(active.inner, part_sizes, strict=True):
+    for part, size in zip(kernel.active.inner, part_sizes, strict=True):
         fits = left & (stop - np.minimum(first // 32 * 32, rows - size) <= size)
         left &= ~fits
         stores = sum(each.bundles for each in part.inner) / inner_tiles
         total += fits.sum() * max(part.bundles + stores, size * peak)
-    overhead = step.bundles + active.bundles
-    return inner_tiles * (total + len(first) * overhead), float(len(first) * inner_tiles)
+    return inner_tiles * (total + len(first) * kernel.overhead), float(len(first) * inner_tiles)
 
 
 def _count_outer(
-    step: Block, sizes: Any, rows: int, peak: float, inner_tiles: int
+    kernel: KernelSchedule, sizes: Any, rows: int, peak: float, inner_tiles: int
 ) -> tuple[float, float]:
     """Return the cycles and the grid steps of one column tile of `grouped_outer`."""
     import numpy as np
@@ -167,9 +180,9 @@ def _count_outer(
     stops = np.cumsum(sizes)
     begins = (stops - sizes) // 16 * 16
     steps = float(np.maximum(1, -(-(stops - begins) // rows)).sum())
-    (active,) = step.inner
-    stores = sum(each.bundles for each in active.inner)
-    one = step.bundles + max(active.bundles, rows * peak)
+    stores = sum(each.bundles for each in kernel.active.inner)
+    outside = kernel.step.length - kernel.active.length
+    one = outside + max(kernel.active.bundles, rows * peak)
     return inner_tiles * (steps * one + len(sizes) * stores), steps * inner_tiles
 
 
@@ -243,13 +256,13 @@ def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
     for kernel in KernelSchedule.read_all(Path(folder.name), SPLASH):
         kind = kernel.name.split("_")[2]
         (queries, keys) = (kernel.windows[index][0][1] for index in (0, 1))
-        (active,) = kernel.step.inner
+        active = kernel.active
         scores = max(active.inner, key=lambda block: block.bundles)
         peak = MATMULS[kind] * queries * keys * head_dim / per_cycle
         # The other blocks run for the first and for the last of the visible key blocks.
         rest = sum(block.bundles for block in active.inner) - scores.bundles
         visible = (tokens / queries + 1) / 2
-        overhead = kernel.step.bundles + active.bundles + rest / visible
+        overhead = kernel.overhead + rest / visible
         rates[kind] = peak / (max(scores.bundles, peak) + overhead)
         peaks, times = peaks + peak, times + peak / rates[kind]
     return rates | {"all": peaks / times}

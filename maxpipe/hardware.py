@@ -61,8 +61,11 @@ class Hardware:
     matmul_efficiency: float = 0.75
     """Fraction of peak FLOP/s reached in the forward pass of a layer."""
     kernel_efficiency: float = 0.5
-    """Assumed fraction of peak FLOP/s in custom kernels such as fused attention, for which
-    compilers provide no estimates."""
+    """Fraction of peak FLOP/s in attention kernels, for which compilers provide no estimates. For
+    TPUs, it follows from the instruction schedules of the kernels for a head dim of 128
+    (`benchmarks/kernel_schedules.md`)."""
+    expert_kernel_efficiency: float = 0.5
+    """Fraction of peak FLOP/s in the kernels of experts (`benchmarks/experts.md`)."""
     input_grad_cost: float = 1.0
     """Time to compute a layer's input gradient without recomputation, relative to the layer's
     forward time."""
@@ -155,6 +158,12 @@ class Hardware:
     def flops(self) -> float:
         """Return the peak bf16 FLOP/s."""
         return self.bf16_tflops * 1e12
+
+    def attention_efficiency(self, head_dim: int = 128) -> float:
+        """Return the fraction of peak FLOP/s in attention kernels. On TPUs, a smaller head dim than
+        128 leaves a part of the matrix units unused.
+        """
+        return self.kernel_efficiency * (min(1.0, head_dim / 128) if self.is_tpu else 1.0)
 
     def matmul_speedup(self, number_format: str) -> float:
         """Return the peak matmul rate in a format of `model.matmul`, relative to bf16."""
@@ -249,6 +258,7 @@ _PARSE_ERRORS = (OSError, KeyError, TypeError, ValueError, RecursionError, re.er
 _NONZERO_FIELDS = {
     *("bf16_tflops", "memory_gib", "memory_gb_per_second", "link_gb_per_second"),
     *("network_gb_per_second", "largest_slice", "matmul_efficiency", "kernel_efficiency"),
+    "expert_kernel_efficiency",
     *("copy_efficiency", "exchange_rate", "tokens_rate"),
 }
 """Names of the fields whose value must not be 0."""

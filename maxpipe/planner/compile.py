@@ -40,7 +40,7 @@ from maxpipe.planner.hlo_profile import (
     mesh_axes_of,
     profile_program,
 )
-from maxpipe.planner.instruction_costs import ProfileLine, profile_lines
+from maxpipe.planner.instruction_costs import ProfileLine, kernel_cycles, profile_lines
 from maxpipe.planner.memory_terms import (
     describe_largest,
     explain_out_of_memory,
@@ -125,7 +125,7 @@ class CompileReport:
     """FLOPs that the model requires for the forward and backward passes."""
     cycles: float
     """Cycles estimated by the compiler, excluding synchronous collectives, plus the cycles of
-    custom kernels at `kernel_efficiency`. The value is 0 if the compiler provides no cycle
+    custom kernels at their expected rates. The value is 0 if the compiler provides no cycle
     estimate."""
     pieces: dict[str, float]
     """Cycles of each program region; included in `cycles`. The region names are defined in
@@ -134,7 +134,7 @@ class CompileReport:
     """FLOPs of custom kernels; included in `flops`. The compiler has no cycle estimate for
     kernels."""
     kernel_efficiency: float
-    """Assumed fraction of peak FLOP/s that custom kernels achieve."""
+    """Fraction of peak FLOP/s that custom kernels are expected to reach."""
     seconds: float
     """`cycles` converted to seconds."""
     collectives: list[CollectiveTraffic]
@@ -364,7 +364,8 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
     rows, tokens = steps.shape
     clock = topology.hardware.clock_ghz * 1e9
     needed = train_flops_per_token(describe(config.model), tokens) * rows * tokens / mesh.size
-    cycles = busiest.cycles + kernel_cycles(busiest, topology.hardware)
+    in_kernels = kernel_cycles(busiest, topology.hardware)
+    cycles = busiest.cycles + in_kernels
     sizes = Sizes(config).on_platform(topology.platform)
     return CompileReport(
         topology=topology.name,
@@ -389,7 +390,11 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
         cycles=cycles,
         pieces=_cycles_by_region(busiest, topology.hardware),
         kernel_flops=found.kernel_flops,
-        kernel_efficiency=topology.hardware.kernel_efficiency,
+        kernel_efficiency=(
+            busiest.kernel_flops / topology.hardware.flops / in_kernels * clock
+            if in_kernels
+            else topology.hardware.kernel_efficiency
+        ),
         seconds=cycles / clock if clock else 0.0,
         collectives=collective_traffic(found.collectives, mesh),
         transfers=host_traffic(found.transfers),
@@ -401,12 +406,6 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
         entries=profile_lines(busiest, topology.hardware),
         unknown_loops=found.unknown_loops,
     )
-
-
-def kernel_cycles(found: Profile, hardware: Hardware) -> float:
-    """Return the number of cycles of custom kernels at the assumed fraction of peak FLOP/s."""
-    seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
-    return seconds * hardware.clock_ghz * 1e9
 
 
 def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:

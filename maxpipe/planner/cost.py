@@ -394,7 +394,11 @@ class LayerCost:
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
-        return self._kernel_flops / (hardware.flops * hardware.kernel_efficiency)
+        return sum(
+            flops / (hardware.flops * hardware.attention_efficiency(scores.head_dim))
+            for scores, flops in self._scored
+            if scores.storage == "mask"
+        )
 
     @property
     def _kernel_flops(self) -> float:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from maxpipe.hardware import Hardware
 from maxpipe.parallel import scopes
+from maxpipe.planner.hlo_parser import array_dims
 from maxpipe.planner.hlo_profile import Collective, InstructionCost, Profile
 
 _KINDS = (
@@ -34,6 +35,10 @@ _EXPOSED, _SYNCHRONOUS = "exposed", "synchronous"
 _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
     *("parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element"),
 }
+
+
+_EXPERT_KERNELS = ("grouped_matmul", "grouped_outer")
+"""Prefixes of the names of kernels in `maxpipe.nn.expert_backends`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,9 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
     if not found.cycles or not clock:
         return []
     peak = hardware.flops / clock
-    listed = [_work_line(entry, peak, hardware.kernel_efficiency) for entry in found.entries]
+    listed = [
+        _work_line(entry, peak, _kernel_efficiency(entry, hardware)) for entry in found.entries
+    ]
     listed += [
         ProfileLine(
             f"{collective.kind}, {_EXPOSED if collective.is_async else _SYNCHRONOUS}",
@@ -96,6 +103,25 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
         if seconds
     ]
     return sorted(listed, key=lambda line: -line.cycles)
+
+
+def kernel_cycles(found: Profile, hardware: Hardware) -> float:
+    """Return the number of cycles of all custom kernels at their expected FLOP rates."""
+    seconds = sum(
+        entry.flops * entry.count / (hardware.flops * _kernel_efficiency(entry, hardware))
+        for entry in found.entries
+        if entry.is_kernel
+    )
+    return seconds * hardware.clock_ghz * 1e9
+
+
+def _kernel_efficiency(entry: InstructionCost, hardware: Hardware) -> float:
+    """Return the fraction of the peak FLOP rate that a kernel is expected to reach."""
+    if entry.instruction.name.startswith(_EXPERT_KERNELS):
+        return hardware.expert_kernel_efficiency
+    # Attention kernels return arrays with dims for heads, tokens and the elements of a head.
+    widths = [dims[2] for dims in array_dims(entry.instruction.shape) if len(dims) == 3]
+    return hardware.attention_efficiency(*widths[:1])
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:

@@ -71,7 +71,7 @@ def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
         if report.kernel_flops:
             lines.append(
                 "  including kernels without an estimate: "
-                f"{format_si(report.kernel_flops, 'FLOP')}, assumed to run at "
+                f"{format_si(report.kernel_flops, 'FLOP')}, expected to run at "
                 f"{report.kernel_efficiency:.0%} of the peak"
             )
     lines += ["", *_table([*report.collectives, *report.transfers])]

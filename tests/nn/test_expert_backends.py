@@ -156,7 +156,11 @@ def test_mosaic_requires_whole_tiles(num_rows: int, dims: tuple[int, int]) -> No
     assert mosaic.outer_tiles(num_rows, 3, *dims, np.float32) is None
 
 
-@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x", ""])
+VMEM = {"TPU v4": 16, "TPU v5": 32, "TPU v5 lite": 64, "TPU v6 lite": 64, "TPU7x": 32, "": 16}
+"""Memory in MiB that a kernel can use, keyed by device kind."""
+
+
+@pytest.mark.parametrize("kind", VMEM)
 def test_mosaic_tiles_fit_and_use_all_cores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On devices with two cores, each core processes half of the columns."""
     monkeypatch.setattr(mosaic, "mesh_device_kind", lambda: kind)
@@ -170,23 +174,24 @@ def test_mosaic_tiles_fit_and_use_all_cores(kind: str, monkeypatch: pytest.Monke
             sizes = num_rows, num_experts, first, second, dtype
             m, k, n = mosaic.matmul_tiles(*sizes) or (0, 0, 0)
             assert not (two_cores and second // n % 2)
-            assert 2 * dtype.itemsize * (m * k + k * n + m * n) + 4 * m * n < 16 * 2**20
+            assert 2 * dtype.itemsize * (m * k + k * n + m * n) + 4 * m * n < VMEM[kind] * 2**20
             m, k, n = mosaic.outer_tiles(*sizes, number=2) or (0, 0, 0)
             assert not (two_cores and second // n % 2)
             moved = m * (k + 2 * n) + 2 * k * n
-            assert 2 * dtype.itemsize * moved + 4 * 2 * k * n < 16 * 2**20
+            assert 2 * dtype.itemsize * moved + 4 * 2 * k * n < VMEM[kind] * 2**20
 
 
 def test_mosaic_tile_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of an expert remain in memory, and few rows are multiplied twice."""
+    """The weights of an expert remain in memory. Larger matrix units process more rows at a time.
+    """
+    bf16, qwen3 = jnp.dtype("bfloat16"), (65536, 128, 2048, 768)
     monkeypatch.setattr(mosaic, "mesh_device_kind", lambda: "TPU v5")
-    bf16 = jnp.dtype("bfloat16")
-    assert mosaic.matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 384)
-    assert mosaic.matmul_tiles(65536, 128, 768, 2048, bf16, num_pairs=2) == (128, 768, 1024)
-    assert mosaic.outer_tiles(65536, 128, 2048, 768, bf16, number=2) == (128, 2048, 384)
-    assert mosaic.matmul_tiles(16384, 8, 4096, 14336, bf16) == (128, 4096, 512)
+    assert mosaic.matmul_tiles(*qwen3, bf16) == (128, 2048, 384)
+    assert mosaic.outer_tiles(*qwen3, bf16, number=2) == (128, 2048, 384)
+    assert mosaic.matmul_tiles(16384, 8, 4096, 14336, bf16) == (128, 4096, 1024)
     monkeypatch.setattr(mosaic, "mesh_device_kind", lambda: "TPU v6 lite")
-    assert mosaic.matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
+    assert mosaic.matmul_tiles(*qwen3, bf16) == (256, 2048, 768)
+    assert mosaic.outer_tiles(*qwen3, bf16, number=2) == (256, 2048, 768)
 
 
 KINDS = {"NVIDIA L4": 99, "NVIDIA A100-SXM4-80GB": 163, "NVIDIA H100 80GB HBM3": 227, "": 99}

@@ -24,11 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jaxtyping import Float, Int
 
-from maxpipe.nn.expert_backends.blocks import (
-    BlockSteps,
-    make_block_steps,
-    row_block_size,
-)
+from maxpipe.nn.expert_backends.blocks import BlockSteps, make_block_steps
 from maxpipe.parallel import scopes
 from maxpipe.parallel.mesh import mesh_device_kind
 
@@ -49,11 +45,8 @@ _PART_ALIGNMENT = 32
 """A multiplied part of a row tile starts at a multiple of it."""
 _ROW_ALIGNMENT = 16
 """Rows of bfloat16 in one register; tiles of weight gradients start at multiples of it."""
-_VMEM_BYTES = 29 * 2**19
-"""Maximum memory in bytes for the tiles of one kernel: 14.5 of the 16 MiB that a kernel can use."""
-_MATMUL_STEP_CYCLES, _OUTER_STEP_CYCLES = 150, 700
-"""Approximate overhead of a grid step in compiled kernels. Weight gradients have a larger one,
-because rows are transposed and added to sums in memory."""
+_TILES_OF_VMEM = 0.9
+"""Largest part of the usable memory that the tiles of one kernel occupy."""
 _BOUNDARY_TILES = 0.375
 """Mean number of additional row tiles to multiply per boundary between experts. The two parts of
 a tile at such a boundary are multiplied separately. One of them is a full tile, and the other one
@@ -69,16 +62,24 @@ class _Cores(NamedTuple):
     """Multiply-adds of one core per cycle."""
     num_bytes: int
     """Bytes that one core reads or writes per cycle."""
+    vmem_mib: int = 32
+    """Memory of one core in MiB that a kernel can use: half of the memory, or all of it on v4."""
+    matmul_step: int = 150
+    """Cycles by which a grid step of `grouped_matmul` exceeds the time of the matrix units in
+    compiled kernels."""
+    outer_step: int = 700
+    """The same for `grouped_outer`, which also transposes rows and adds to sums in memory."""
 
 
 _CORES = {
-    r"TPU v4": _Cores(2, 2**16, 570),
+    r"TPU v4": _Cores(2, 2**16, 570, vmem_mib=16),
     r"TPU v5p?": _Cores(2, 2**16, 790),
-    r"TPU v6 ?(lite|e)": _Cores(1, 2**18, 940),
-    r"TPU ?7x": _Cores(1, 2**18, 1680),
+    r"TPU v5 ?(lite|e)": _Cores(1, 2**16, 550, vmem_mib=64),
+    r"TPU v6 ?(lite|e)": _Cores(1, 2**18, 940, vmem_mib=64, matmul_step=350, outer_step=900),
+    r"TPU ?7x": _Cores(1, 2**18, 1680, matmul_step=350, outer_step=900),
 }
 """Cores, keyed by pattern of device kinds."""
-_OTHER_CORES = _Cores(1, 2**16, 550)
+_OTHER_CORES = _Cores(1, 2**16, 550, vmem_mib=16)
 
 
 def _cores() -> _Cores:
@@ -294,7 +295,10 @@ def _dot(first: Array, second: Array, first_dim: int, second_dim: int) -> Array:
 
 
 def _parameters() -> tpu.CompilerParams:
-    return tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"))
+    return tpu.CompilerParams(
+        dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+        vmem_limit_bytes=_cores().vmem_mib * 2**20,
+    )
 
 
 def matmul_tiles(
@@ -314,7 +318,7 @@ def matmul_tiles(
         loads = num_experts if inner == contracted else steps
         loaded = steps * rows * inner + loads * inner * columns + num_tiles * rows * columns
         macs = (num_rows + _BOUNDARY_TILES * (num_experts - 1) * rows) * contracted * columns
-        one = _cycles(num_pairs * macs, num_pairs * size * loaded, steps * _MATMUL_STEP_CYCLES)
+        one = _cycles(num_pairs * macs, num_pairs * size * loaded, steps * _cores().matmul_step)
         return one * _turns(width // columns)
 
     def num_bytes(tiles: Tiles) -> int:
@@ -323,7 +327,7 @@ def matmul_tiles(
         return 2 * size * moved + 4 * rows * columns * (1 + (inner < contracted))
 
     found = _candidates(_row_tiles(num_rows, num_experts), contracted, width)
-    fitting = [tiles for tiles in found if num_bytes(tiles) <= _VMEM_BYTES]
+    fitting = [tiles for tiles in found if num_bytes(tiles) <= _vmem_bytes()]
     return min(fitting, key=cost, default=None)
 
 
@@ -341,7 +345,7 @@ def outer_tiles(
         steps = num_rows / rows + num_experts * (0.5 + _ROW_ALIGNMENT / 2 / rows)
         loaded = steps * rows * (depth + number * columns) + num_experts * depth * columns * number
         one = _cycles(
-            number * steps * rows * depth * columns, size * loaded, steps * _OUTER_STEP_CYCLES
+            number * steps * rows * depth * columns, size * loaded, steps * _cores().outer_step
         )
         return one * first // depth * _turns(second // columns)
 
@@ -351,8 +355,12 @@ def outer_tiles(
         return 2 * size * moved + 4 * number * depth * columns
 
     found = _candidates(_row_tiles(num_rows, num_experts), first, second)
-    fitting = [tiles for tiles in found if num_bytes(tiles) <= _VMEM_BYTES]
+    fitting = [tiles for tiles in found if num_bytes(tiles) <= _vmem_bytes()]
     return min(fitting, key=cost, default=None)
+
+
+def _vmem_bytes() -> float:
+    return _TILES_OF_VMEM * _cores().vmem_mib * 2**20
 
 
 def _cycles(macs: float, num_bytes: float, overhead: float) -> float:
@@ -374,8 +382,9 @@ def _row_tiles(num_rows: int, num_experts: int) -> list[int]:
     """Return the sizes of row tiles to consider, largest first.
 
     Larger tiles need fewer steps, and load weights less often if these do not remain in memory.
+    They are at most half as large as the mean number of rows per expert.
     """
-    most = max(_LANES, row_block_size(num_rows, num_experts))
+    most = max(_LANES, num_rows // num_experts // 2)
     return [size for size in (512, 256, 128) if size <= most and num_rows % size == 0]
 
 
