@@ -63,7 +63,7 @@ PREAMBLE = f"""\
 an 8B-class model with AdamW was compiled for {TOPOLOGY} as 4 stages x 8 fsdp shards, interleaved
 with 2 repeats. Each microbatch has one sequence per device. Cycles are the compiler's estimates
 along the busiest stages, without synchronous collectives. The compiler has no estimate for custom
-kernels. Matmuls in kernels are assumed to run at half of the peak FLOP rate. The column "Gcycles"
+kernels. Matmuls in kernels are counted at the rate of `kernel_efficiency`. The column "Gcycles"
 counts all query-key pairs in the blocks that kernels compute. The column "Gcycles by needed pairs"
 counts only the pairs that causal attention needs.
 

@@ -109,8 +109,8 @@ default over the second half of the run. The first column gives `model.matmul`,
 {curves}
 
 The second table contains gigacycles of a step of four layers of Llama-3-8B, with 8192 tokens per
-microbatch, according to the compiler's estimate. The attention kernel is assumed to run at half
-of the peak FLOP rate. `layers` covers the forward and backward loops over layers, including
+microbatch, according to the compiler's estimate. The attention kernel is counted at the rate of
+`kernel_efficiency`. `layers` covers the forward and backward loops over layers, including
 recomputation.
 `step` also includes the embedding, the loss head and the optimizer.
 

@@ -159,7 +159,7 @@ class Hardware:
         """Return the peak bf16 FLOP/s."""
         return self.bf16_tflops * 1e12
 
-    def attention_efficiency(self, head_dim: int = 128) -> float:
+    def attention_efficiency(self, head_dim: float = 128) -> float:
         """Return the fraction of peak FLOP/s in attention kernels. On TPUs, a smaller head dim than
         128 leaves a part of the matrix units unused.
         """

@@ -175,7 +175,7 @@ def test_report_states_assumed_kernel_efficiency(report: CompileReport) -> None:
     text = format_compile_report(
         replace(report, cycles=3e9, kernel_flops=2e12, kernel_efficiency=0.5)
     )
-    assert "kernels without an estimate: 2 TFLOP, assumed to run at 50% of the peak" in text
+    assert "kernels without an estimate: 2 TFLOP, expected to run at 50% of the peak" in text
 
 
 def test_window_shares_count_layers_per_window() -> None:

@@ -119,7 +119,7 @@ def test_profile_lines_have_total_cycles_and_location(found: Profile) -> None:
     assert (matmul.location, matmul.count, matmul.cycles) == ("forward mlp", 10, 4000)
     assert matmul.flops == 10 * 2 * 256 * 512 * 128
     assert matmul.of_peak == pytest.approx(matmul.flops / PER_CYCLE / 4000)
-    # Kernels have no cycle estimate, so their FLOPs run at the assumed efficiency.
+    # Kernels have no cycle estimate, so their FLOPs run at the expected rate.
     assert kernel.cycles == pytest.approx(10 * 229_500_000 / PER_CYCLE / V5P.kernel_efficiency)
     assert kernel.of_peak == pytest.approx(V5P.kernel_efficiency)
     assert listed["norm.1"].location == "forward mlp_norm"
