@@ -31,6 +31,7 @@ WAYS = {
     "fp8, block, same": ("model.matmul=fp8", "model.matmul_scales=block", SAME),
     "mxfp8": ("model.matmul=mxfp8",),
     "mxfp8, same": ("model.matmul=mxfp8", SAME),
+    "nvfp4, same": ("model.matmul=nvfp4", SAME),
 }
 COMPILED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -94,16 +95,16 @@ def compiled() -> Iterator[str]:
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
-TEXT = """# int8 and fp8 matmuls
+TEXT = """# Matmuls in 8 and 4 bits
 
 > **Losses are measured on a CPU. Cycles and memory are compiler estimates.**
 
 `python benchmarks/low_precision.py --write`.
 
 The first table contains training losses of the quickstart's model, which has 8 layers. The default
-uses float32 matmuls, and the other rows use 8-bit matmuls. Each run has {steps} steps of 8 x 128
-tokens. Each loss is the mean over {every} steps. The last column is the mean difference from the
-default over the second half of the run. The first column gives `model.matmul`,
+uses float32 matmuls, and the other rows use 8-bit or 4-bit matmuls. Each run has {steps} steps of
+8 x 128 tokens. Each loss is the mean over {every} steps. The last column is the mean difference
+from the default over the second half of the run. The first column gives `model.matmul`,
 `model.matmul_scales` and, if set, `model.matmul_weight_gradients`.
 
 {curves}

@@ -44,6 +44,8 @@ class Hardware:
     at the rate of bf16 matmuls."""
     mxfp8_tflops: float = 0.0
     """Peak rate of dense mxfp8 matmuls, in TFLOP/s. 0 if they run at the rate of bf16 matmuls."""
+    nvfp4_tflops: float = 0.0
+    """Peak rate of dense nvfp4 matmuls, in TFLOP/s. 0 if they run at the rate of bf16 matmuls."""
     memory_gib: float
     memory_gb_per_second: float
     links: int
@@ -167,7 +169,11 @@ class Hardware:
 
     def matmul_speedup(self, number_format: str) -> float:
         """Return the peak matmul rate in a format of `model.matmul`, relative to bf16."""
-        rates = {"fp8": self.fp8_tflops, "mxfp8": self.mxfp8_tflops}
+        rates = {
+            "fp8": self.fp8_tflops,
+            "mxfp8": self.mxfp8_tflops,
+            "nvfp4": self.nvfp4_tflops,
+        }
         return (rates.get(number_format) or self.bf16_tflops) / self.bf16_tflops
 
     @property

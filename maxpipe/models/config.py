@@ -63,15 +63,18 @@ class ModelConfig:
     printed at the start of a run."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and of the weights used in matmuls."""
-    matmul: Literal["default", "int8", "fp8", "mxfp8"] = "default"
+    matmul: Literal["default", "int8", "fp8", "mxfp8", "nvfp4"] = "default"
     """Number format of the projection matmuls in attention, MLPs and experts. `default` uses
     `model.compute_dtype`. `int8` and `fp8` quantize the inputs to 8 bits with one scale per token;
     `fp8` uses e5m2 for cotangents and e4m3 for all other inputs. `mxfp8` uses e4m3 with one
     power-of-two scale per 32 numbers along the contracted dim (OCP Microscaling v1.0), for which
     Blackwell GPUs have matmul instructions. Other devices multiply dequantized inputs, which is not
-    faster than `default`. With `mxfp8`, every shard of a contracted dim must be a multiple of 32.
-    The following always use `model.compute_dtype`: the embedding, the router, the output heads, the
-    score and value matmuls of attention, linear attention, and the projections to latents."""
+    faster than `default`. `nvfp4` uses 4-bit e2m1 with one e4m3 scale per 16 numbers and the recipe
+    of arXiv:2509.25149: blocks of 16 x 16 weights, and stochastic rounding of cotangents. It does
+    not support experts. Every shard of a contracted dim must be a multiple of 32 with `mxfp8`, and
+    of 16 with `nvfp4`. The following always use `model.compute_dtype`: the embedding, the router,
+    the output heads, the score and value matmuls of attention, linear attention, and the
+    projections to latents."""
     matmul_parts: Literal["all", "mlp"] = "all"
     """Projections quantized by `model.matmul`: all of them, or only the projections of MLPs and
     experts (`mlp`). For attention projections, quantizing the inputs costs about as much time as
@@ -81,12 +84,18 @@ class ModelConfig:
     `tensor` uses one scale per matrix, so the forward and backward passes share one 8-bit matrix.
     `block` uses power-of-two scales for blocks of 128 x 128 weights and of 128 activations along
     the contracted dim. `block` only simulates the format: it dequantizes and multiplies in
-    `model.compute_dtype`, so it is not faster. `mxfp8` defines its own scales and requires
-    `channel`. Ignored if `model.matmul` is `default`."""
+    `model.compute_dtype`, so it is not faster. `mxfp8` and `nvfp4` define their own scales
+    and require `channel`. Ignored if `model.matmul` is `default`."""
     matmul_weight_gradients: Literal["default", "same"] = "default"
     """Number format of the weight-gradient matmuls: `default` uses `model.compute_dtype`, and
     `same` uses the format of `model.matmul`. With `mxfp8`, blocks then consist of 32 tokens of the
-    same sequence. Ignored if `model.matmul` is `default`."""
+    same sequence. With `nvfp4`, blocks consist of 16 tokens, and a random Hadamard transform is
+    applied first. Ignored if `model.matmul` is `default`."""
+    matmul_unquantized_layers: int = -1
+    """Number of last layers whose matmuls use `model.compute_dtype` instead of the format of
+    `model.matmul`. These layers have separate parameter stacks. -1 selects 15% of the layers,
+    rounded up, if `model.matmul` is `nvfp4`, and otherwise 0. A resumed run must use the same
+    number."""
     param_dtype: Dtype = "float32"
     """Dtype in which parameters and optimizer state are stored."""
     frozen: list[str] = field(default_factory=list, hash=False)  # lists are not hashable
@@ -145,6 +154,16 @@ class AdapterConfig:
     double_quantization: bool = False
     """Also quantize the scales of an `nf4` base, to 8 bits with one scale per 256 scales
     (arXiv:2305.14314, section 3). The base then needs 4.13 instead of 4.5 bits per weight."""
+
+
+def num_unquantized_layers(setting: int, matmul: str, num_layers: int) -> int:
+    """Return the number of last layers whose matmuls are not quantized.
+
+    The arguments are the values of `model.matmul_unquantized_layers` and two other keys.
+    """
+    if setting >= 0:
+        return setting
+    return math.ceil(0.15 * num_layers) if matmul == "nvfp4" else 0
 
 
 LARGEST = 3.4e38

@@ -37,7 +37,7 @@ from maxpipe.models import (
     smollm3,
 )
 from maxpipe.models.adapters import with_adapters
-from maxpipe.models.config import ModelConfig
+from maxpipe.models.config import ModelConfig, num_unquantized_layers
 from maxpipe.models.family import Family
 from maxpipe.models.param_names import freeze
 from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
@@ -66,18 +66,39 @@ def summaries() -> Iterator[tuple[str, Summary, list[str]]]:
     return ((*metric, names) for metric, names in families.items())
 
 
+_UNQUANTIZED = "_unquantized"
+"""Suffix of the layer types whose matmuls are not quantized by `model.matmul`."""
+
+
 @lru_cache(maxsize=64)
 def describe(config: ModelConfig) -> Model:
     """Return the model spec for a valid config.
 
     Equal configs share one model object, because counts are cached per object.
     """
-    model = FAMILIES[config.family].describe(config)
+    model = _with_unquantized_layers(FAMILIES[config.family].describe(config), config)
     if config.mtp_heads:
         model = _with_heads_ahead(model, config)
     if config.adapter is not None:
         model = with_adapters(model, config.adapter)
     return freeze(model, config.frozen)
+
+
+def _with_unquantized_layers(model: Model, config: ModelConfig) -> Model:
+    """Return the model with separate types for the last layers, if these are not quantized."""
+    count = num_unquantized_layers(
+        config.matmul_unquantized_layers, config.matmul, config.num_layers
+    )
+    if not count:
+        return model
+    first = len(model.layers) - count
+    layers = (*model.layers[:first], *(name + _UNQUANTIZED for name in model.layers[first:]))
+    layer_types = {}
+    for name in dict.fromkeys(layers):
+        own = model.layer_types[name.removesuffix(_UNQUANTIZED)]
+        is_last = name.endswith(_UNQUANTIZED)
+        layer_types[name] = dataclasses.replace(own, in_compute_dtype=is_last)
+    return dataclasses.replace(model, layers=layers, layer_types=layer_types)
 
 
 def _with_heads_ahead(model: Model, config: ModelConfig) -> Model:

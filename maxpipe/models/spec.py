@@ -117,8 +117,7 @@ class Matmul(NamedTuple):
 
     param: str
     needed: float = 1.0
-    """Fraction of the parameter's elements that one token needs. This fraction is used to count the
-    model's FLOPs."""
+    """Fraction of the parameter's elements that one token needs, to count the model's FLOPs."""
     computed: float = 1.0
     """Fraction of the parameter's elements that the matmul actually multiplies per token."""
 
@@ -126,8 +125,7 @@ class Matmul(NamedTuple):
 ScoreStorage = Literal["scores", "mask", "block"]
 """Token-pair arrays of attention that are stored in memory. `scores`: the scores of all heads,
 which the backward pass reads. `mask`: one mask for all heads, used as input of a fused kernel.
-`block`: the scores of one block of token pairs at a time. With `mask` and `block`, the backward
-pass recomputes the scores."""
+`block`: the scores of one block of pairs at a time. Scores that are not stored are recomputed."""
 
 
 class Scores(NamedTuple):
@@ -193,8 +191,8 @@ class Held:
     """Arrays in the compute dtype; there is one such array per packed document in a sequence, and
     at most `count.packed_documents`."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Memory per token pair whose score is computed, summed over all heads: number of elements in
-    the compute dtype, number of elements in float32, and bytes in other dtypes."""
+    """Memory per computed token pair, summed over all heads: number of elements in the compute
+    dtype, number of elements in float32, and bytes in other dtypes."""
 
     def __add__(self, other: Held) -> Held:
         narrow, wide, other_bytes = (
@@ -380,6 +378,8 @@ class LayerType:
     """Sublayer that multiplies the layer's output."""
     input_stored_as: str = ""
     """Name of the carried array (`Model.carried`) that the layer sets to its input."""
+    in_compute_dtype: bool = False
+    """Whether matmuls use the compute dtype even if `model.matmul` selects another format."""
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
@@ -407,7 +407,8 @@ class LayerType:
     def params(self) -> Mapping[tuple[str, str], Param]:
         """Return a dict from (sublayer, name) to stored parameter."""
         params = {**self.declared, **self.stored}
-        return {name: _unless(param, name in self.frozen) for name, param in params.items()}
+        own = self.in_compute_dtype
+        return {name: _unless(param, name in self.frozen, own) for name, param in params.items()}
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
@@ -423,9 +424,7 @@ class LayerType:
 
     @cached_property
     def num_masks(self) -> int:
-        """Return the number of dropout masks, each with one entry per token and
-        residual-stream dim.
-        """
+        """Return the number of dropout masks, which have the dims of the residual stream."""
         return sum(branch.dropout > 0 for branch in self.branches)
 
     @property
@@ -465,8 +464,10 @@ class LayerType:
         return _joined(part.losses for part in self.parts.values())
 
 
-def _unless(param: Param, frozen: bool) -> Param:
-    """Return the parameter, made non-trainable if `frozen` is set."""
+def _unless(param: Param, frozen: bool, unquantized: bool = False) -> Param:
+    """Return the parameter, which is not trained or not quantized if these arguments are set."""
+    if unquantized and param.num_contracted_dims:
+        param = replace(param, num_contracted_dims=0, linear=param.num_contracted_dims)
     return replace(param, trainable=False) if frozen else param
 
 

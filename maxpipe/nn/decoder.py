@@ -49,7 +49,7 @@ from maxpipe.nn.module import (
     make_quantizer,
 )
 from maxpipe.nn.per_layer_input import PerLayerInput
-from maxpipe.parallel import scopes
+from maxpipe.parallel import scopes, stochastic_rounding
 from maxpipe.parallel.collectives import Statistic, local_positions
 from maxpipe.parallel.lora_weight import dropout
 from maxpipe.parallel.sequence_parallel import SequenceParallel
@@ -118,7 +118,11 @@ class Block(nnx.Module):
             carried[self.layer_type.input_stored_as] = x
         first = x  # output of the first of two branches with one residual sum
         for number, branch in enumerate(branches):
-            output = self._branch(branch, x, replace(context, carried=carried))
+            keys_of_branch = context.rounding_keys
+            if keys_of_branch is not None:
+                keys_of_branch = stochastic_rounding.fold_in(keys_of_branch, number)
+            branch_context = replace(context, carried=carried, rounding_keys=keys_of_branch)
+            output = self._branch(branch, x, branch_context)
             change = output.x
             context.record(f"output.{branch.name}", change)
             carried |= output.carried
@@ -384,9 +388,16 @@ class Decoder:
     def _layer(
         self, layer_type: str, params: Params, x: Array, context: LayerContext, key: LayerKey
     ) -> Output:
+        described = self.model.layer_types[layer_type]
+        if described.in_compute_dtype:
+            context = replace(context, quantizer=None)
         if key is not None:
             key = jax.random.fold_in(key, context.index)
-        described = self.model.layer_types[layer_type]
+            if context.quantizer is not None and context.quantizer.rounds_stochastically:
+                keys = stochastic_rounding.token_keys(
+                    key, context.inputs["example_ids"], local_positions(x.shape[1])
+                )
+                context = replace(context, rounding_keys=keys)
         params = apply_adapters(described, params, x.dtype, context.inputs, key)
         output = _merge_module(self._blocks[layer_type], params)(x, context, key)
         statistics = jax.tree.map(jax.lax.stop_gradient, output.statistics)

@@ -19,6 +19,7 @@ from maxpipe.parallel.collectives import Statistic
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules
+from maxpipe.parallel.stochastic_rounding import TokenKeys
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class LayerContext:
     max_abs: Float[Array, "B T 1"] | None = None
     """Largest activation magnitude of each input token. Set if matmuls use 8 bits and the preceding
     norm computes these magnitudes."""
+    rounding_keys: TokenKeys | None = None
+    """Keys of the tokens for the stochastic rounding of cotangents. If None, cotangents are rounded
+    to the nearest."""
     recorder: ActivationRecorder | None = None
     """Recorder of activation statistics, or None in steps without layer statistics."""
 
@@ -80,7 +84,7 @@ class LayerContext:
             else self.quantizer
         )
         return (
-            SequenceParallel.from_rules(rules, low)
+            SequenceParallel.from_rules(rules, low, self.rounding_keys)
             if self.cache is None
             else SequenceParallel(rules, quantizer=low)
         )
@@ -135,7 +139,7 @@ class SpecModule(nnx.Module):
 
 
 def make_quantizer(config: ModelConfig) -> MatmulQuantizer | None:
-    """Return the quantizer for 8-bit matmuls, or None if matmuls use the compute dtype."""
+    """Return the quantizer for matmuls in 4 or 8 bits, or None if matmuls use the compute dtype."""
     if config.matmul == "default":
         return None
     own, everywhere = config.matmul_weight_gradients == "same", config.matmul_parts == "all"

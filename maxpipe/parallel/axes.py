@@ -203,8 +203,9 @@ QUANTIZATION_BLOCK = 128
 """Number of elements along a dim that share one scale if `model.matmul_scales=block`. If this
 number does not divide the size of the dim, the largest power of two that divides both is used."""
 
-MICROSCALING_BLOCK = 32
-"""Number of elements along a contracted dim that share one scale if `model.matmul=mxfp8`."""
+BLOCK_SIZES = {"mxfp8": 32, "nvfp4": 16}
+"""Number of elements along a contracted dim that share one scale, for the values of `model.matmul`
+with such blocks."""
 
 
 def device_count_rule(needed: int, devices: int, kind: str) -> str:

@@ -29,14 +29,17 @@ Tree = Any
 
 
 def all_gather_matmul(
-    x: Float[Array, "B t D"],
+    x: Tree,
     weights: Sequence[Float[Array, "D ..."]],
     axis: str,
-    multiply: Callable[[Array, Array], Array],
+    multiply: Callable[[Tree, Array], Array],
 ) -> list[Float[Array, "B T *dims"]]:
-    """Return the gathered `x` multiplied by each weight, using a single ring of messages."""
+    """Return the gathered `x` multiplied by each weight, using a single ring of messages.
+
+    `x` is an array or a tree of arrays `[B, t, ...]`.
+    """
     outputs: list[Array | None] = [None] * len(weights)
-    length, size = x.shape[TOKEN_DIM], lax.axis_size(axis)
+    length, size = jax.tree.leaves(x)[0].shape[TOKEN_DIM], lax.axis_size(axis)
     for place, shard in _iterate_shards(x, axis):
         for number, weight in enumerate(weights):
             part = multiply(shard, weight)
@@ -124,7 +127,7 @@ def _ring_directions(size: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (1, size // 2), (-1, (size - 1) // 2)
 
 
-def _iterate_shards(x: Array, axis: str) -> Iterator[tuple[Array, Array]]:
+def _iterate_shards(x: Tree, axis: str) -> Iterator[tuple[Array, Tree]]:
     """Yield (source device index, shard) pairs, starting with this device's shard."""
     size, own_index = lax.axis_size(axis), lax.axis_index(axis)
     yield own_index, x
@@ -132,7 +135,8 @@ def _iterate_shards(x: Array, axis: str) -> Iterator[tuple[Array, Array]]:
     for hop in range(1, size // 2 + 1):
         for step, hops in _ring_directions(size):
             if hop <= hops:
-                moving[step] = _ring_shift(moving[step], axis, step)
+                shift = partial(_ring_shift, axis=axis, step=step)
+                moving[step] = jax.tree.map(shift, moving[step])
                 yield (own_index - step * hop) % size, moving[step]
 
 

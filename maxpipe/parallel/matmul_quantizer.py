@@ -4,9 +4,9 @@ Every token has a separate scale in the forward and backward passes, so results 
 other sequences in the batch nor on sharding. With `channel` and `tensor` scales, the 8-bit operands
 are multiplied and the scales are applied to the sums. With `block` scales, each block along the
 contracted dim is rounded to 8-bit numbers times a power of two. The dequantized operands are then
-multiplied in the activation dtype, which represents them exactly. With `mxfp8`, each block of 32
-numbers along the contracted dim has its own scale, and GPUs multiply the scaled blocks
-(`block_scales`).
+multiplied in the activation dtype, which represents them exactly. With `mxfp8` and `nvfp4`, each
+block along the contracted dim has its own scale, and GPUs multiply the scaled blocks
+(`block_scaled_matmul`).
 
 Sources: scaled integers, arXiv:1712.05877; fp8 with e5m2 gradients, arXiv:2209.05433; blocks,
 DeepSeek-V3 (arXiv:2412.19437) and the OCP microscaling formats.
@@ -14,7 +14,7 @@ DeepSeek-V3 (arXiv:2412.19437) and the OCP microscaling formats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,10 +22,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from maxpipe.parallel import block_scales
-from maxpipe.parallel.block_scales import MatmulSharding, OperandSpecs
+from maxpipe.parallel import block_scaled_matmul, mxfp8, nvfp4, stochastic_rounding
+from maxpipe.parallel.block_scaled_matmul import BlockFormat, MatmulSharding, OperandSpecs
 from maxpipe.parallel.collectives import axis_size, mark_varying, max_over, with_layout
 from maxpipe.parallel.mesh import CONTEXT
 from maxpipe.parallel.quantized_array import (
@@ -38,6 +39,7 @@ from maxpipe.parallel.quantized_array import (
     quantize_dequantize_blocks,
     round_to_dtype,
 )
+from maxpipe.parallel.stochastic_rounding import TokenKeys
 
 MAX_UNROLLED_SEQUENCES = 4
 """Maximum number of sequences for which matmuls are unrolled, so that XLA fuses the additions
@@ -48,28 +50,34 @@ between them."""
 class MatmulQuantizer:
     """Quantizer for the operands of matmuls."""
 
-    format: Literal["int8", "fp8", "mxfp8"]
+    format: Literal["int8", "fp8", "mxfp8", "nvfp4"]
     scales: Literal["channel", "tensor", "block"]
-    """Granularity of the weight scales. Ignored by mxfp8, which defines its own blocks."""
+    """Granularity of the weight scales. Ignored by mxfp8 and nvfp4, which define their own
+    blocks."""
     weight_gradients: bool
     """Whether the matmuls that compute weight gradients are quantized."""
     attention: bool = True
     """Whether the attention projections are quantized."""
 
     @property
-    def is_microscaled(self) -> bool:
-        """Return whether each block along the contracted dim has its own scale, as in mxfp8."""
-        return self.format == "mxfp8"
+    def block_format(self) -> BlockFormat | None:
+        """Return the format if each block along the contracted dim has its own scale, else None."""
+        return None if self.format in ("int8", "fp8") else self.format
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Return whether cotangents are rounded stochastically."""
+        return self.format == "nvfp4"
 
     @property
     def can_prequantize(self) -> bool:
-        """Return whether a quantized weight is an 8-bit array with scales."""
-        return self.is_microscaled or self.scales != "block"
+        """Return whether a quantized weight is an array of 4 or 8 bits with scales."""
+        return self.block_format is not None or self.scales != "block"
 
     @property
     def has_token_scales(self) -> bool:
         """Return whether every token has one scale."""
-        return self.can_prequantize and not self.is_microscaled
+        return self.can_prequantize and self.block_format is None
 
     @property
     def reuses_token_operands(self) -> bool:
@@ -89,12 +97,16 @@ class MatmulQuantizer:
         *,
         over: Sequence[str] = (),
         gradient: bool = False,
+        keys: TokenKeys | None = None,
     ) -> QuantizedArray:
         """Quantize with one scale per token. `most` is the maximum absolute value in each token, if
-        known.
+        known. `keys` are the keys of stochastic rounding, which only nvfp4 uses.
         """
-        if self.is_microscaled:
-            return block_scales.quantize_blocks(x, -1)
+        if self.format == "mxfp8":
+            return mxfp8.quantize_blocks(x, -1)
+        if self.format == "nvfp4":
+            random = None if keys is None else stochastic_rounding.uniform(keys, x.shape, over)
+            return nvfp4.quantize_blocks(x, range(2, x.ndim), over, random)
         most = None if most is None else most.reshape(*most.shape[:2], *(1,) * (x.ndim - 2))
         quantized = quantize_array(
             x, range(2, x.ndim), self.operand_dtype(gradient=gradient), over, most
@@ -119,13 +131,15 @@ class MatmulQuantizer:
         of `weight`.
 
         Mesh axes in `over` shard the contracted dims. Mesh axes in `around` shard any dims of the
-        weight. The caller must sum the result over the axes in `over`. Only mxfp8 reads `sharding`,
-        which is None if the sharding is unknown.
+        weight. The caller must sum the result over the axes in `over`. Only mxfp8 and nvfp4 read
+        `sharding`, which is None if the sharding is unknown.
         """
         ndim = x.values.ndim if isinstance(x, QuantizedArray) else x.ndim
         summed = tuple(range(ndim - dims, ndim)), tuple(range(dims))
-        if self.is_microscaled:
-            return self._microscaled_matmul(x, weight, summed, sharding)
+        if self.block_format is not None:
+            if not isinstance(x, QuantizedArray):
+                x = self.quantize_tokens(x, over=over)
+            return self._block_scaled_matmul(x, weight, summed, around, sharding)
         if self.scales == "block":
             assert not isinstance(weight, QuantizedWeight) and not isinstance(x, QuantizedArray)
             operand = quantize_dequantize_blocks(x, summed[0][-1:], self.operand_dtype())
@@ -152,18 +166,21 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         around: Sequence[str] = (),
         sharding: MatmulSharding | None = None,
+        keys: TokenKeys | None = None,
     ) -> ScaledMatmul:
         """Return the matmul that computes the gradient of `matmul` with respect to `x`.
 
         `dims` is the number of dims in `K`. Mesh axes in `over` shard `N`. Mesh axes in `around`
-        shard `N` or `K`. `sharding` is described in `matmul`.
+        shard `N` or `K`. `sharding` is described in `matmul`, and `keys` in `quantize_tokens`.
         """
         outputs = tuple(range(dims, weight.ndim))
         ndim = cotangent.values.ndim if isinstance(cotangent, QuantizedArray) else cotangent.ndim
         summed = tuple(range(ndim - len(outputs), ndim)), outputs
         kind = self.operand_dtype(gradient=True)
-        if self.is_microscaled:
-            return self._microscaled_matmul(cotangent, weight, summed, sharding, back=True)
+        if self.block_format is not None:
+            if not isinstance(cotangent, QuantizedArray):
+                cotangent = self.quantize_tokens(cotangent, over=over, gradient=True, keys=keys)
+            return self._block_scaled_matmul(cotangent, weight, summed, around, sharding, back=True)
         if self.scales == "block":
             assert not isinstance(weight, QuantizedWeight) and not isinstance(
                 cotangent, QuantizedArray
@@ -180,20 +197,34 @@ class MatmulQuantizer:
         of_weight = theirs.scales.reshape(theirs.scales.shape[:dims])
         return ScaledMatmul(TokenOperand(operand.values, of_mine), theirs.values, of_weight, summed)
 
-    def _microscaled_matmul(
+    def _block_scaled_matmul(
         self,
-        tokens: Array | QuantizedArray,
+        tokens: QuantizedArray,
         weight: Weight,
         summed: tuple[Dims, Dims],
+        around: Sequence[str],
         sharding: MatmulSharding | None,
         *,
         back: bool = False,
     ) -> ScaledMatmul:
-        if not isinstance(tokens, QuantizedArray):
-            tokens = self.quantize_tokens(tokens)
-        theirs = self.quantize_weight_operand(weight, summed[1], back=back)
+        theirs = self.quantize_weight_operand(weight, summed[1], around=around, back=back)
         specs = sharding and (sharding.of_tokens(summed[1]), sharding.weight)
-        return ScaledMatmul(TokenOperand(*tokens), *theirs, summed, True, specs)
+        operand = TokenOperand(tokens.values, tokens.scales)
+        if tokens.row_scales is not None and theirs.row_scales is not None:
+            # The result has the tokens' leading dims and the other dims of the weight.
+            rows = tokens.row_scales.shape[: summed[0][0]]
+            ones = (1,) * (weight.ndim - len(summed[1]))
+            operand = operand._replace(row_scales=tokens.row_scales.reshape(*rows, *ones))
+            theirs = theirs._replace(row_scales=theirs.row_scales.reshape(ones))
+        return ScaledMatmul(
+            operand,
+            theirs.values,
+            theirs.scales,
+            summed,
+            self.block_format,
+            specs,
+            theirs.row_scales,
+        )
 
     def _quantize_dequantize_squares(self, weight: Array, dims: int) -> Array:
         return quantize_dequantize_blocks(weight, (dims - 1, weight.ndim - 1), self.operand_dtype())
@@ -213,6 +244,8 @@ class MatmulQuantizer:
         """
         inside = range(first, first + dims)
         outputs = range(first + dims, weight.ndim)
+        if self.format == "nvfp4":
+            return QuantizedWeight(*nvfp4.quantize_weight(weight, inside, outputs, over))
         forward, back = (
             self.quantize_weight_operand(
                 weight, summed, over if divided in summed else (), over, each=each
@@ -220,7 +253,7 @@ class MatmulQuantizer:
             for each in [range(first)]
             for summed in (inside, outputs)
         )
-        is_shared = self.scales == "tensor" and not self.is_microscaled
+        is_shared = self.scales == "tensor" and self.block_format is None
         return QuantizedWeight(forward, None if is_shared else back)
 
     def quantize_weight_operand(
@@ -238,8 +271,11 @@ class MatmulQuantizer:
         """
         if isinstance(weight, QuantizedWeight):
             return weight.backward if back and weight.backward is not None else weight.forward
-        if self.is_microscaled:
-            return block_scales.quantize_blocks(weight, summed[-1])
+        if self.format == "mxfp8":
+            return mxfp8.quantize_blocks(weight, summed[-1])
+        if self.format == "nvfp4":
+            others = [dim for dim in range(weight.ndim) if dim not in summed]
+            return nvfp4.quantize_weight(weight, summed, others, around)[0]
         if self.scales == "tensor":
             whole = [dim for dim in range(weight.ndim) if dim not in each]
             return quantize_array(weight, whole, self.operand_dtype(), around)
@@ -250,11 +286,11 @@ class MatmulQuantizer:
     ) -> Array:
         """Quantize `x` with one scale over `dims`, and dequantize it to the dtype of `x`."""
         kind = self.operand_dtype(gradient=gradient)
-        if self.is_microscaled:
-            return block_scales.quantize_dequantize(x, dims[-1])
+        if self.format == "mxfp8":
+            return mxfp8.quantize_dequantize(x, dims[-1])
         if self.scales == "block":
             return quantize_dequantize_blocks(x, dims[-1:], kind)
-        values, scale = quantize_array(x, dims, kind, over)
+        values, scale, _ = quantize_array(x, dims, kind, over)
         return (values.astype(jnp.float32) * scale).astype(x.dtype)
 
     def quantize_dequantize_weight(
@@ -273,13 +309,13 @@ class MatmulQuantizer:
         `back` means that the matmul computes the input gradient. It matters only for mxfp8, whose
         blocks then lie along an output dim.
         """
-        if self.is_microscaled:
+        if self.format == "mxfp8":
             outputs = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
-            return block_scales.quantize_dequantize(weight, (outputs if back else inside)[-1])
+            return mxfp8.quantize_dequantize(weight, (outputs if back else inside)[-1])
         if self.scales == "block":
             own = [dim for dim in range(weight.ndim) if dim not in (*inside, *each)]
             return quantize_dequantize_blocks(weight, (inside[-1], own[-1]), self.operand_dtype())
-        values, scale = self.quantize_weight_operand(weight, inside, over, around, each=each)
+        values, scale, _ = self.quantize_weight_operand(weight, inside, over, around, each=each)
         return (values.astype(jnp.float32) * scale).astype(weight.dtype)
 
     def weight_grad(
@@ -291,6 +327,7 @@ class MatmulQuantizer:
         over: Sequence[str] = (),
         most: Float[Array, "B T 1"] | None = None,
         sharding: MatmulSharding | None = None,
+        keys: TokenKeys | None = None,
     ) -> Float[Array, "*I *O"]:
         """Return a float32 weight gradient, summed over sequences and tokens.
 
@@ -302,15 +339,21 @@ class MatmulQuantizer:
         per-token scales and quantized with one scale per sequence. `most` contains the maximum
         absolute value in each token of the outer operand, if known.
 
-        With mxfp8, both operands are quantized in blocks of tokens of the same sequence. `sharding`
-        is described in `matmul`.
+        With mxfp8 and nvfp4, both operands are quantized in blocks of tokens of the same sequence.
+        `sharding` is described in `matmul`, and `keys` in `quantize_tokens`.
         """
-        if self.is_microscaled:
+        if self.block_format is not None:
             assert not isinstance(x, QuantizedArray) and not isinstance(cotangent, QuantizedArray)
             dims = x.ndim - 2
             specs = sharding and sharding.of_weight_grad(dims, dims + cotangent.ndim - 2)
-            left, right = (block_scales.quantize_blocks(each, 1) for each in (x, cotangent))
-            return block_scales.matmul(left, right, ((0, 1), (0, 1)), specs)
+            if self.format == "nvfp4":
+                random = None
+                if keys is not None:
+                    sharded = over if into else ()
+                    random = stochastic_rounding.uniform(keys, cotangent.shape, sharded)
+                return _nvfp4_weight_grad(x, cotangent, specs, random)
+            left, right = (mxfp8.quantize_blocks(each, 1) for each in (x, cotangent))
+            return block_scaled_matmul.matmul(left, right, ((0, 1), (0, 1)), "mxfp8", specs)
         moved = (CONTEXT,) if axis_size(CONTEXT) > 1 else ()
         inside, other = (cotangent, x) if into else (x, cotangent)
         assert not isinstance(other, QuantizedArray)
@@ -343,13 +386,42 @@ class MatmulQuantizer:
             first, second = (cotangents, rows) if into else (rows, cotangents)
             return dot_general(first, second, ((0,), (0,))) * scale
 
-        rows = (inside, other, tokens, most)
-        if len(other) <= MAX_UNROLLED_SEQUENCES:
-            products = [of_row(row) for row in zip(*rows, strict=True)]
-            return sum(products[1:], products[0])
-        shape = (*(other if into else inside).shape[2:], *(inside if into else other).shape[2:])
-        add = lambda total, row: (total + of_row(row), None)  # noqa: E731
-        return lax.scan(add, mark_varying(jnp.zeros(shape, jnp.float32)), rows)[0]
+        return _sum_over_sequences(of_row, (inside, other, tokens, most))
+
+
+def _nvfp4_weight_grad(
+    x: Float[Array, "B T *I"],
+    cotangent: Float[Array, "B T *O"],
+    specs: OperandSpecs | None,
+    random: Float[Array, "B T *O"] | None,
+) -> Float[Array, "*I *O"]:
+    """Return a float32 weight gradient; `random` are the numbers that round the cotangent."""
+    left, right = (
+        nvfp4.quantize_blocks(nvfp4.hadamard_transform(array), (1,), (CONTEXT,), numbers)
+        for array, numbers in ((x, None), (cotangent, random))
+    )
+    of_sequence = specs and (PartitionSpec(*specs[0][1:]), PartitionSpec(*specs[1][1:]))
+
+    def of_row(row: tuple[QuantizedArray, QuantizedArray]) -> Array:
+        left, right = row
+        assert left.row_scales is not None and right.row_scales is not None
+        product = block_scaled_matmul.matmul(left, right, ((0,), (0,)), "nvfp4", of_sequence)
+        channels = left.row_scales.reshape(*x.shape[2:], *(1,) * (cotangent.ndim - 2))
+        return product * channels * right.row_scales[0]
+
+    return _sum_over_sequences(of_row, (left, right))
+
+
+def _sum_over_sequences(of_row: Callable[[Any], Array], rows: Any) -> Array:
+    """Return the sum of `of_row` over the first dim of the arrays in the tree `rows`."""
+    count = len(jax.tree.leaves(rows)[0])
+    pick = lambda number: jax.tree.map(lambda leaf: leaf[number], rows)  # noqa: E731
+    if count <= MAX_UNROLLED_SEQUENCES:
+        products = [of_row(pick(number)) for number in range(count)]
+        return sum(products[1:], products[0])
+    shape = jax.eval_shape(of_row, pick(0)).shape
+    add = lambda total, row: (total + of_row(row), None)  # noqa: E731
+    return lax.scan(add, mark_varying(jnp.zeros(shape, jnp.float32)), rows)[0]
 
 
 @partial(jax.tree_util.register_dataclass)
@@ -374,7 +446,11 @@ class QuantizedWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the weight."""
-        return self.forward.values.shape
+        shape = self.forward.values.shape
+        if self.backward is None:
+            return shape
+        # 4-bit numbers are packed along a different dim in each direction.
+        return tuple(map(max, shape, self.backward.values.shape))
 
     def astype(self, dtype: Any) -> QuantizedWeight:
         """Return the weight unchanged, because its matmuls support any dtype."""
@@ -391,7 +467,7 @@ Weight = Array | QuantizedWeight
 
 
 def is_quantized_weight(tree: Any) -> bool:
-    """Return whether `tree` is an 8-bit weight instead of an array."""
+    """Return whether `tree` is a quantized weight instead of an array."""
     return isinstance(tree, QuantizedWeight)
 
 
@@ -400,7 +476,9 @@ class TokenOperand(NamedTuple):
 
     values: Float[Array, "*rows *K"]
     scales: Float[Array, "*rows ..."] | None = None
-    """Scales by which the matmul result is multiplied."""
+    """Scales by which the matmul result is multiplied, or block scales."""
+    row_scales: Float[Array, "*rows ..."] | None = None
+    """Scales by which the matmul result is multiplied in addition to block scales."""
 
 
 class ScaledMatmul(NamedTuple):
@@ -410,20 +488,27 @@ class ScaledMatmul(NamedTuple):
     weight: Array
     weight_scales: Float[Array, ...] | None
     contracted_dims: tuple[Dims, Dims]
-    is_microscaled: bool = False
-    """Whether blocks along the last contracted dim have their own scales."""
+    block_format: BlockFormat | None = None
+    """Format of operands whose blocks along the last contracted dim have their own scales."""
     specs: OperandSpecs | None = None
-    """Specs of the operands, if known. Only set if `is_microscaled` is set."""
+    """Specs of the operands, if known. Only set if `block_format` is set."""
+    weight_row_scales: Float[Array, ...] | None = None
+    """Scales of the weight by which the result is multiplied in addition to block scales."""
 
     def compute_for(self, rows: TokenOperand) -> Float[Array, ...]:
         """Compute the float32 result for a subset of the tokens."""
-        if self.is_microscaled:
+        if self.block_format is not None:
             assert rows.scales is not None and self.weight_scales is not None
             left = QuantizedArray(rows.values, rows.scales)
             right = QuantizedArray(self.weight, self.weight_scales)
-            return block_scales.matmul(left, right, self.contracted_dims, self.specs)
-        product = dot_general(rows.values, self.weight, self.contracted_dims)
-        for scale in (rows.scales, self.weight_scales):
+            product = block_scaled_matmul.matmul(
+                left, right, self.contracted_dims, self.block_format, self.specs
+            )
+            scales = rows.row_scales, self.weight_row_scales
+        else:
+            product = dot_general(rows.values, self.weight, self.contracted_dims)
+            scales = rows.scales, self.weight_scales
+        for scale in scales:
             product = product if scale is None else product * scale
         return product
 

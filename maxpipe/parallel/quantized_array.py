@@ -1,4 +1,4 @@
-"""8-bit arrays with float32 scales, and rounding to 8-bit numbers in blocks."""
+"""Quantized arrays with their scales, and rounding to 8-bit numbers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Dims = Sequence[int]
 
 
 class QuantizedArray(NamedTuple):
-    """8-bit numbers, and the float32 scales by which they are multiplied.
+    """Numbers of 4 or 8 bits, and the float32 scales by which they are multiplied.
 
-    The scales of a block-scaled array are e8m0 codes with the dims of `values`, except that one dim
-    is divided by the block size.
+    The scales of a block-scaled array have the dims of `values`, divided by the block size.
     """
 
     values: Array
     scales: Array
+    row_scales: Array | None = None
+    """Float32 scales in addition to the block scales, with size 1 in contracted dims."""
 
 
 def quantize_array(

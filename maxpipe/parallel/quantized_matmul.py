@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from maxpipe.parallel.block_scales import MatmulSharding
+from maxpipe.parallel.block_scaled_matmul import MatmulSharding
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer, QuantizedWeight, Weight
 from maxpipe.parallel.quantized_array import Dims, QuantizedArray, dot_general
+from maxpipe.parallel.stochastic_rounding import TokenKeys, fold_in
 
 
 def matmul(
@@ -35,30 +36,35 @@ def matmuls(
     how: MatmulQuantizer,
     into: bool,
     shardings: Shardings = (),
+    keys: Sequence[TokenKeys] = (),
 ) -> list[Float[Array, "B T *N"]]:
     """Multiply `x` by each weight with `MatmulQuantizer.matmul`, preserving the dtype of `x`.
 
     If `into` is set, the weights are input projections of attention or an MLP. `most` is the
     maximum absolute value in each token, if known. `shardings` contains the sharding of each
-    weight (`MatmulQuantizer.matmul`), or is empty.
+    weight (`MatmulQuantizer.matmul`), or is empty. `keys` contains the keys of stochastic rounding
+    for each weight, or is empty to round to the nearest.
     """
     shardings = tuple(shardings) or (None,) * len(weights)
-    return list(_matmuls(x, most, tuple(weights), dims, how, into, shardings))
+    each_keys = tuple(keys) or (None,) * len(weights)
+    return list(_matmuls(x, most, tuple(weights), each_keys, dims, how, into, shardings))
 
 
 Shardings = Sequence[MatmulSharding | None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def _matmuls(
     x: Array,
     most: Any,
     weights: tuple[Weight, ...],
+    keys: tuple[TokenKeys | None, ...],
     dims: int,
     how: MatmulQuantizer,
     into: bool,
     shardings: Shardings,
 ) -> tuple[Array, ...]:
+    del keys
     quantized: Array | QuantizedArray = x
     if how.can_prequantize:
         quantized = how.quantize_tokens(x, most)
@@ -75,13 +81,14 @@ def _matmuls_forward(
     x: Array,
     most: Any,
     weights: tuple[Weight, ...],
+    keys: tuple[TokenKeys | None, ...],
     dims: int,
     how: MatmulQuantizer,
     into: bool,
     shardings: Shardings,
 ) -> Any:
-    products = _matmuls(x, most, weights, dims, how, into, shardings)
-    return products, (x, most, tuple(map(weight_residual, weights)))
+    products = _matmuls(x, most, weights, keys, dims, how, into, shardings)
+    return products, (x, most, tuple(map(weight_residual, weights)), keys)
 
 
 def _matmuls_backward(
@@ -92,12 +99,13 @@ def _matmuls_backward(
     saved: Any,
     cotangents: tuple[Array, ...],
 ) -> Any:
-    x, most, weights = saved
+    x, most, weights, keys = saved
     d_xs, d_weights = [], []
-    for cotangent, weight, sharding in zip(cotangents, weights, shardings, strict=True):
+    for cotangent, weight, sharding, key in zip(cotangents, weights, shardings, keys, strict=True):
         quantized: Array | QuantizedArray = cotangent
+        of_input, of_weight = split_keys(key)
         if how.can_prequantize:
-            quantized = how.quantize_tokens(cotangent, gradient=True)
+            quantized = how.quantize_tokens(cotangent, gradient=True, keys=of_input)
             quantized = lax.optimization_barrier(quantized)
         # Without the barrier, reductions over a token's full width, as in norms, would be fused
         # into the matmul and slow it down.
@@ -106,9 +114,23 @@ def _matmuls_backward(
         d_xs.append(lax.optimization_barrier(d_x))
         inside = quantized if into and how.reuses_token_operands else cotangent
         most_of_x = most if into else None
-        make = partial(weight_grad, x, inside, how, into=into, most=most_of_x, sharding=sharding)
+        make = partial(
+            weight_grad,
+            *(x, inside, how),
+            into=into,
+            most=most_of_x,
+            sharding=sharding,
+            keys=of_weight,
+        )
         d_weights.append(weight.gradient(make, x.dtype))
-    return sum(d_xs[1:], d_xs[0]), None, tuple(d_weights)
+    return sum(d_xs[1:], d_xs[0]), None, tuple(d_weights), None
+
+
+def split_keys(keys: TokenKeys | None) -> tuple[TokenKeys | None, TokenKeys | None]:
+    """Return separate keys for the input gradient and the weight gradient of a matmul."""
+    if keys is None:
+        return None, None
+    return fold_in(keys, 0), fold_in(keys, 1)
 
 
 class WeightResidual(NamedTuple):
@@ -144,10 +166,13 @@ def weight_grad(
     over: Sequence[str] = (),
     most: Array | None = None,
     sharding: MatmulSharding | None = None,
+    keys: TokenKeys | None = None,
 ) -> Float[Array, "*I *O"]:
     """Return a weight's gradient, from quantized operands if `weight_gradients` is set."""
     if how.weight_gradients:
-        return how.weight_grad(x, cotangent, into=into, over=over, most=most, sharding=sharding)
+        return how.weight_grad(
+            x, cotangent, into=into, over=over, most=most, sharding=sharding, keys=keys
+        )
     # Without the barrier, XLA for TPU would fuse the producers of both operands, although other
     # matmuls already store the operands.
     x, cotangent = lax.optimization_barrier((x, cotangent))

@@ -25,13 +25,15 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from maxpipe.parallel import collective_matmul, quantized_matmul
-from maxpipe.parallel.block_scales import MatmulSharding
+from maxpipe.parallel.block_scaled_matmul import MatmulSharding
 from maxpipe.parallel.collective_matmul import TOKEN_DIM
 from maxpipe.parallel.collectives import map_shards
 from maxpipe.parallel.lora_weight import LoraWeight, base_weights
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer, QuantizedWeight, ScaledMatmul, Weight
 from maxpipe.parallel.mesh import CONTEXT, TOKEN_AXES
+from maxpipe.parallel.quantized_matmul import split_keys
 from maxpipe.parallel.sharding import AxisRules, auto_axes, restrict_spec
+from maxpipe.parallel.stochastic_rounding import TokenKeys, name_keys
 
 LogicalAxes = Sequence[str | None]
 """Logical axes of a weight's dims."""
@@ -46,18 +48,22 @@ class SequenceParallel:
     """Mesh axis that shards the tokens; empty if every device has all tokens."""
     quantizer: MatmulQuantizer | None = None
     """Quantizer for matmuls with weights. If None, matmuls use the compute dtype."""
+    rounding_keys: TokenKeys | None = None
+    """Keys of the tokens for stochastic rounding. If None, numbers are rounded to the nearest."""
 
     @classmethod
-    def from_rules(cls, rules: AxisRules, low: MatmulQuantizer | None = None) -> SequenceParallel:
+    def from_rules(
+        cls, rules: AxisRules, low: MatmulQuantizer | None = None, keys: TokenKeys | None = None
+    ) -> SequenceParallel:
         """Return the sharding defined by the axis rules for the current program.
 
         If all axes are auto axes, tokens are not sharded, because sequences can have any length.
         """
         automatic = auto_axes()
         if not automatic.isdisjoint(TOKEN_AXES):
-            return cls(rules, quantizer=low)
+            return cls(rules, quantizer=low, rounding_keys=keys)
         axes = dict(rules.table).get("sequence", ())
-        return cls(rules, next((axis for axis in axes if axis in automatic), ""), low)
+        return cls(rules, next((axis for axis in axes if axis in automatic), ""), low, keys)
 
     def split_tokens(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Shard the tokens of `x` and of its cotangent."""
@@ -110,14 +116,17 @@ class SequenceParallel:
             return self._matmuls(x, weights, axes, into=True, most=largest)
         chosen = tuple(specs[number] for number in split)
         how = _ShardedMatmul(self.axis, self.rules.collective_matmul, chosen, self.quantizer)
-        quantized = dict(
-            zip(split, _column_parallel(x, tuple(weights[i] for i in split), how), strict=True)
-        )
+        keys = self._matmul_keys(axes, into=True)
+        chosen_keys = tuple(keys[number] for number in split) if keys else None
+        outputs: Any = _column_parallel(x, tuple(weights[i] for i in split), chosen_keys, how)
+        quantized = dict(zip(split, outputs, strict=True))
         # Multiply each device's local tokens by replicated weights.
         return [
             quantized[number]
             if number in quantized
-            else self._matmuls(x, [weight], [axes[number]], into=True)[0]
+            else self._matmuls(
+                x, [weight], [axes[number]], into=True, keys=keys[number : number + 1]
+            )[0]
             for number, weight in enumerate(weights)
         ]
 
@@ -147,11 +156,9 @@ class SequenceParallel:
     def _row_parallel(self, x: Array, weight: Any, axes: LogicalAxes) -> Float[Array, "B T D"]:
         spec = self._spec(axes)
         if self.axis and any(spec):
-            return _row_parallel(
-                x,
-                weight,
-                _ShardedMatmul(self.axis, self.rules.collective_matmul, (spec,), self.quantizer),
-            )
+            how = _ShardedMatmul(self.axis, self.rules.collective_matmul, (spec,), self.quantizer)
+            keys = self._matmul_keys([axes], into=False)
+            return _row_parallel(x, weight, keys[0] if keys else None, how)
         (product,) = self._matmuls(x, [weight], [axes], weight.ndim - 1, into=False)
         return self.split_tokens(product)
 
@@ -164,13 +171,17 @@ class SequenceParallel:
         *,
         into: bool,
         most: Array | None = None,
+        keys: Sequence[TokenKeys] = (),
     ) -> list[Array]:
         """Return the matmul results for tokens that are unsharded or are sharded by the
-        compiler.
+        compiler. `keys` defaults to the keys of these matmuls.
         """
         if self.quantizer is not None:
             shardings = tuple(map(self._matmul_sharding, axes))
-            return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into, shardings)
+            keys = keys or self._matmul_keys(axes, into=into)
+            return quantized_matmul.matmuls(
+                x, most, weights, dims, self.quantizer, into, shardings, keys
+            )
         arrays = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
         assert len(arrays) == len(weights)
         # Flattening sequences and sharded tokens into one dim would require communication.
@@ -178,6 +189,16 @@ class SequenceParallel:
         if self.rules.flattens_tokens and not divided:
             return _flattened_matmuls(x, arrays, dims)
         return [jnp.tensordot(x, weight, dims) for weight in arrays]
+
+    def _matmul_keys(self, axes: Sequence[LogicalAxes], *, into: bool) -> list[TokenKeys]:
+        """Return independent keys for matmuls with the same input, or none if all numbers are
+        rounded to the nearest.
+        """
+        if self.rounding_keys is None:
+            return []
+        return [
+            name_keys(self.rounding_keys, into, number, *names) for number, names in enumerate(axes)
+        ]
 
     def _matmul_sharding(self, axes: LogicalAxes) -> MatmulSharding | None:
         """Return the compiler's sharding of a matmul, or None if it also shards sequences."""
@@ -288,29 +309,40 @@ class _ShardedMatmul:
         return PartitionSpec(None, None, *(spec[1:] if first else spec[:-1]))
 
     def all_gather_matmul(
-        self, x: Array, weights: Sequence[Array], *, gradient: bool = False
+        self,
+        x: Array,
+        weights: Sequence[Array],
+        *,
+        gradient: bool = False,
+        keys: TokenKeys | None = None,
     ) -> list[Array]:
         """Return this device's matmul results, contracting the unsharded dim of each weight.
 
         The contracted dim is the first dim of a weight. If `gradient` is set, `x` is a cotangent,
-        and the contracted dim is the last dim.
+        and the contracted dim is the last dim. `keys` are the keys of the tokens in `x`.
         """
 
-        def multiply(x: Array, weight: Array) -> Array:
+        def multiply(tokens: tuple[Array, TokenKeys | None], weight: Array) -> Array:
+            x, keys = tokens
             if self.quantizer is not None:
                 product = self._quantized_matmul(
-                    x, weight, divided=False, gradient=gradient
+                    x, weight, divided=False, gradient=gradient, keys=keys
                 ).compute()
                 return product.astype(x.dtype)
             return jnp.tensordot(x, jnp.moveaxis(weight, -1, 0) if gradient else weight, 1)
 
         if self.collective_matmul:
-            return collective_matmul.all_gather_matmul(x, weights, self.axis, multiply)
-        x = self._gather_tokens(x)
-        return [multiply(x, weight) for weight in weights]
+            return collective_matmul.all_gather_matmul((x, keys), weights, self.axis, multiply)
+        tokens = jax.tree.map(self._gather_tokens, (x, keys))
+        return [multiply(tokens, weight) for weight in weights]
 
     def matmul_reduce_scatter(
-        self, arrays: Sequence[Array], weights: Sequence[Array], *, gradient: bool = False
+        self,
+        arrays: Sequence[Array],
+        weights: Sequence[Array],
+        *,
+        gradient: bool = False,
+        keys: Sequence[TokenKeys | None] = (),
     ) -> Array:
         """Sum matmuls that contract the sharded dims of the weights, and return this device's
         tokens.
@@ -323,7 +355,8 @@ class _ShardedMatmul:
             # Scales must be identical on all devices, so they are computed before the
             # reduce-scatter over tokens.
             products = [
-                self._quantized_matmul(*pair, divided=True, gradient=gradient) for pair in pairs
+                self._quantized_matmul(*pair, divided=True, gradient=gradient, keys=of_pair)
+                for pair, of_pair in zip(pairs, keys or [None] * len(pairs), strict=True)
             ]
             moving: list[Any] = [product.tokens for product in products]
             multiplies: list[Any] = [product.compute_for for product in products]
@@ -340,26 +373,46 @@ class _ShardedMatmul:
         return _psum_scatter_tokens(sum(outputs[1:], outputs[0]), self.axis)
 
     def _quantized_matmul(
-        self, x: Array, weight: Array, *, divided: bool, gradient: bool
+        self,
+        x: Array,
+        weight: Array,
+        *,
+        divided: bool,
+        gradient: bool,
+        keys: TokenKeys | None = None,
     ) -> ScaledMatmul:
         assert self.quantizer is not None
         axis, num_other_dims = (self.axis,), weight.ndim - 1
-        multiply = self.quantizer.input_grad if gradient else self.quantizer.matmul
-        dims = num_other_dims if divided != gradient else 1
-        return multiply(x, weight, dims, over=axis if divided else (), around=axis)
+        dims, over = num_other_dims if divided != gradient else 1, axis if divided else ()
+        if gradient:
+            return self.quantizer.input_grad(x, weight, dims, over=over, around=axis, keys=keys)
+        return self.quantizer.matmul(x, weight, dims, over=over, around=axis)
 
     def all_gather_weight_grad(
-        self, moving: Array, arrays: Sequence[Array], dtype: Any, *, first: bool
+        self,
+        moving: Array,
+        arrays: Sequence[Array],
+        dtype: Any,
+        *,
+        first: bool,
+        keys: Sequence[TokenKeys | None],
     ) -> tuple[Array, ...]:
         """Return local weight gradients; `moving` is the input if `first` is set, and a cotangent
-        otherwise.
+        otherwise. `keys` contains the keys of all tokens for each array.
         """
-        moving, outer = self._gather_tokens(moving), collective_matmul.outer_product
-        if self.quantizer is not None:
-            outer = partial(
-                quantized_matmul.weight_grad, how=self.quantizer, into=first, over=(self.axis,)
+        moving = self._gather_tokens(moving)
+
+        def outer(x: Array, cotangent: Array, keys: TokenKeys | None) -> Array:
+            if self.quantizer is None:
+                return collective_matmul.outer_product(x, cotangent)
+            return quantized_matmul.weight_grad(
+                x, cotangent, self.quantizer, into=first, over=(self.axis,), keys=keys
             )
-        products = [outer(moving, array) if first else outer(array, moving) for array in arrays]
+
+        products = [
+            outer(moving, array, of_array) if first else outer(array, moving, of_array)
+            for array, of_array in zip(arrays, keys, strict=True)
+        ]
         return tuple(array.astype(dtype) for array in products)
 
     def _gather_tokens(self, x: Array) -> Array:
@@ -380,10 +433,15 @@ def _psum_scatter_tokens(x: Array, axis: str) -> Array:
     return jnp.moveaxis(sums.reshape(-1, rows, width), 0, TOKEN_DIM)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+OptionalKeys = tuple[TokenKeys, ...] | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _column_parallel(
-    x: Array, weights: tuple[Array, ...], how: _ShardedMatmul
+    x: Array, weights: tuple[Array, ...], keys: OptionalKeys, how: _ShardedMatmul
 ) -> tuple[Array, ...]:
+    del keys
+
     def run(x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(how.all_gather_matmul(x, weights))
 
@@ -392,51 +450,70 @@ def _column_parallel(
 
 
 def _column_parallel_backward(
-    how: _ShardedMatmul, saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
-) -> tuple[Array, tuple[Array, ...]]:
-    x, weights = saved
+    how: _ShardedMatmul,
+    saved: tuple[Array, tuple[Array, ...], OptionalKeys],
+    cotangents: tuple[Array, ...],
+) -> tuple[Array, tuple[Array, ...], None]:
+    x, weights, keys = saved
     inside = tuple(how.hidden_spec(spec, first=True) for spec in how.specs)
+    of_input, of_weight = zip(*map(split_keys, keys or [None] * len(weights)), strict=True)
+    whole = PartitionSpec()
 
-    def to_x(cotangents: tuple[Array, ...], weights: tuple[Array, ...]) -> Array:
-        return how.matmul_reduce_scatter(cotangents, weights, gradient=True)
+    def to_x(
+        cotangents: tuple[Array, ...], weights: tuple[Array, ...], keys: Sequence[TokenKeys | None]
+    ) -> Array:
+        return how.matmul_reduce_scatter(cotangents, weights, gradient=True, keys=keys)
 
-    def to_weights(x: Array, cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
-        return how.all_gather_weight_grad(x, cotangents, x.dtype, first=True)
+    def to_weights(
+        x: Array, cotangents: tuple[Array, ...], keys: Sequence[TokenKeys | None]
+    ) -> tuple[Array, ...]:
+        return how.all_gather_weight_grad(x, cotangents, x.dtype, first=True, keys=keys)
 
-    d_x = map_shards(to_x, (inside, how.specs), how.token_spec)(cotangents, weights)
-    return d_x, map_shards(to_weights, (how.token_spec, inside), how.specs)(x, cotangents)
+    d_x = map_shards(to_x, (inside, how.specs, whole), how.token_spec)(
+        cotangents, weights, of_input
+    )
+    d_weights = map_shards(to_weights, (how.token_spec, inside, whole), how.specs)(
+        x, cotangents, of_weight
+    )
+    return d_x, d_weights, None
 
 
 _column_parallel.defvjp(
-    lambda x, weights, how: (_column_parallel(x, weights, how), (x, weights)),
+    lambda x, weights, keys, how: (_column_parallel(x, weights, keys, how), (x, weights, keys)),
     _column_parallel_backward,
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _row_parallel(x: Array, weight: Array, how: _ShardedMatmul) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _row_parallel(x: Array, weight: Array, keys: TokenKeys | None, how: _ShardedMatmul) -> Array:
+    del keys
     (spec,) = how.specs
     run = lambda x, weight: how.matmul_reduce_scatter([x], [weight])  # noqa: E731
     return map_shards(run, (how.hidden_spec(spec, first=False), spec), how.token_spec)(x, weight)
 
 
 def _row_parallel_backward(
-    how: _ShardedMatmul, saved: tuple[Array, Array], cotangent: Array
-) -> tuple[Array, Array]:
-    x, weight = saved
+    how: _ShardedMatmul, saved: tuple[Array, Array, TokenKeys | None], cotangent: Array
+) -> tuple[Array, Array, None]:
+    x, weight, keys = saved
     (spec,) = how.specs
     inside = how.hidden_spec(spec, first=False)
+    of_input, of_weight = split_keys(keys)
 
-    def to_x(cotangent: Array, weight: Array) -> Array:
-        return how.all_gather_matmul(cotangent, [weight], gradient=True)[0]
+    def to_x(cotangent: Array, weight: Array, keys: TokenKeys | None) -> Array:
+        return how.all_gather_matmul(cotangent, [weight], gradient=True, keys=keys)[0]
 
-    def to_weight(x: Array, cotangent: Array) -> Array:
-        return how.all_gather_weight_grad(cotangent, [x], x.dtype, first=False)[0]
+    def to_weight(x: Array, cotangent: Array, keys: TokenKeys | None) -> Array:
+        return how.all_gather_weight_grad(cotangent, [x], x.dtype, first=False, keys=[keys])[0]
 
-    d_x = map_shards(to_x, (how.token_spec, spec), inside)(cotangent, weight)
-    return d_x, map_shards(to_weight, (inside, how.token_spec), spec)(x, cotangent)
+    of_tokens = PartitionSpec(None, how.axis)
+    d_x = map_shards(to_x, (how.token_spec, spec, of_tokens), inside)(cotangent, weight, of_input)
+    whole = PartitionSpec()
+    d_weight = map_shards(to_weight, (inside, how.token_spec, whole), spec)(x, cotangent, of_weight)
+    return d_x, d_weight, None
 
 
 _row_parallel.defvjp(
-    lambda x, weight, how: (_row_parallel(x, weight, how), (x, weight)), _row_parallel_backward
+    lambda x, weight, keys, how: (_row_parallel(x, weight, keys, how), (x, weight, keys)),
+    _row_parallel_backward,
 )

@@ -30,6 +30,7 @@ from maxpipe.parallel.collectives import (
 )
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer, is_quantized_weight
 from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
+from maxpipe.parallel.quantized_array import QuantizedArray
 from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
@@ -167,15 +168,14 @@ def gather_weight(shard: jax.Array, division: WeightSharding, dtype: jnp.dtype) 
 
 
 def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSharding) -> Tree:
-    """Gather a weight in 8 bits, quantized with the scales of the full weight."""
+    """Gather a weight in 4 or 8 bits, quantized with the scales of the full weight."""
     dim, sharded = division.dim, division.dim != NOT_SHARDED
     over = division.axes if sharded else ()
     rounded = low.quantize_weight(shard, division.num_stacked, division.contracted_dims, over, dim)
 
     def whole(leaf: jax.Array) -> jax.Array:
-        is_shared = leaf.shape[dim] == 1 != shard.shape[dim] and not low.is_microscaled
-        if not sharded or is_shared:
-            return mark_varying(leaf)  # all shards of the dim share one scale
+        if not sharded:
+            return mark_varying(leaf)
         entries = [*division.auto_axes, *[None] * leaf.ndim][: leaf.ndim]
         entries = [
             axes if size > 1 else None for axes, size in zip(entries, leaf.shape, strict=True)
@@ -183,7 +183,17 @@ def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSh
         run = partial(all_gather, axes=division.axes, dim=dim)
         return mark_varying(map_auto_axes(run, entries)(leaf))
 
-    return jax.tree.map(whole, rounded)
+    def gather(array: QuantizedArray) -> QuantizedArray:
+        # All shards share a float32 scale of size 1. A shard of one block has its own block scale.
+        is_shared = array.scales.shape[dim] == 1 != shard.shape[dim] and low.block_format is None
+        return QuantizedArray(
+            whole(array.values),
+            mark_varying(array.scales) if is_shared else whole(array.scales),
+            mark_varying(array.row_scales),
+        )
+
+    is_leaf = lambda node: isinstance(node, QuantizedArray)  # noqa: E731
+    return jax.tree.map(gather, rounded, is_leaf=is_leaf)
 
 
 def scatter_gradient(gradient: jax.Array, division: WeightSharding) -> jax.Array:

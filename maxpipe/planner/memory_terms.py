@@ -17,7 +17,7 @@ from maxpipe.hardware import GIB
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.spec import Param
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, state_arrays
-from maxpipe.parallel.axes import MICROSCALING_BLOCK, axis_table, find_zero1_dim
+from maxpipe.parallel.axes import BLOCK_SIZES, axis_table, find_zero1_dim
 from maxpipe.planner.sizes import ParameterCounts, Sizes
 
 
@@ -295,24 +295,25 @@ def gathered_bytes(
 def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
     """Return the number of bytes per element of a gathered parameter, excluding scales.
 
-    8-bit parameters are stored twice, for the forward and backward matmuls, unless the complete
-    matrix has one scale.
+    Quantized parameters are stored twice, for the forward and backward matmuls, unless the complete
+    matrix has one 8-bit scale.
     """
     if param is not None and param.own_dtype:
         return BYTES[param.own_dtype]
     if param is None or not _is_quantized(sizes, param):
         return sizes.activations.itemsize
-    return 1 if sizes.config.model.matmul_scales == "tensor" else 2
+    model = sizes.config.model
+    return 1 if model.matmul == "nvfp4" or model.matmul_scales == "tensor" else 2
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:
-    """Return whether a parameter is gathered in 8 bits; see `Decoder.contracted_dims`."""
+    """Return whether a parameter is gathered in 4 or 8 bits; see `Decoder.contracted_dims`."""
     model = sizes.config.model
-    return is_multiplied_in_8_bits(model, param) and not sizes.config.mesh.sequence_parallel
+    return is_multiplied_in_few_bits(model, param) and not sizes.config.mesh.sequence_parallel
 
 
-def is_multiplied_in_8_bits(model: ModelConfig, param: Param) -> bool:
-    """Return whether the matmul of a parameter multiplies 8-bit numbers."""
+def is_multiplied_in_few_bits(model: ModelConfig, param: Param) -> bool:
+    """Return whether the matmul of a parameter multiplies numbers of 4 or 8 bits."""
     rounded = model.matmul != "default" and model.matmul_scales != "block"
     rounded &= model.matmul_parts == "all" or not param.is_of_heads
     return rounded and param.num_contracted_dims > 0
@@ -322,17 +323,20 @@ def block_scale_bytes(sizes: Sizes, param: Param) -> float:
     """Return the bytes of the block scales that are gathered with a parameter: one byte per block,
     for the forward and the backward matmul.
     """
-    if sizes.config.model.matmul != "mxfp8" or not _is_quantized(sizes, param):
+    matmul = sizes.config.model.matmul
+    if matmul not in BLOCK_SIZES or not _is_quantized(sizes, param):
         return 0.0
-    return 2 * sizes.mesh.elements(param.dims, whole=True) / MICROSCALING_BLOCK
+    # The blocks of nvfp4 weights have two dims.
+    block = BLOCK_SIZES[matmul] ** (2 if matmul == "nvfp4" else 1)
+    return 2 * sizes.mesh.elements(param.dims, whole=True) / block
 
 
 def _scale_bytes(sizes: Sizes, param: Param) -> float:
-    """Return the bytes of the scales of an 8-bit parameter."""
+    """Return the bytes of the scales of a quantized parameter."""
     if not _is_quantized(sizes, param):
         return 0.0
     model = sizes.config.model
-    if model.matmul == "mxfp8":
+    if model.matmul in BLOCK_SIZES:
         return block_scale_bytes(sizes, param)
     if model.matmul_scales == "tensor":
         return 4.0

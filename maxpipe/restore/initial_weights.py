@@ -53,7 +53,7 @@ from maxpipe.huggingface.peft_folder import PeftFolder
 from maxpipe.huggingface.upcycle import has_experts
 from maxpipe.io.typed_json import check_type
 from maxpipe.models.adapters import DOWN, LENGTH, UP
-from maxpipe.models.config import AdapterConfig, ModelConfig
+from maxpipe.models.config import AdapterConfig, ModelConfig, num_unquantized_layers
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
 from maxpipe.step.step import Steps
@@ -171,6 +171,8 @@ _FREE_MODEL_KEYS = frozenset(
 )
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
 """Keys that may change in the config section of any model family."""
+
+_UNQUANTIZED_KEY = "model.matmul_unquantized_layers"
 
 # This key also determines the dtype of the optimizer state. A run that starts from weights alone
 # restores no optimizer state, so the run can cast the weights.
@@ -368,7 +370,10 @@ def check_model(
     Raises:
         ConfigError: keys that must not change differ; the error lists all of them.
     """
-    then, now = upgrade_model_section(saved), flatten({"model": wanted})
+    then, now = (
+        _with_layer_count(keys)
+        for keys in (upgrade_model_section(saved), flatten({"model": wanted}))
+    )
     problems = [
         Problem(
             Code.CKPT_MODEL,
@@ -384,6 +389,14 @@ def check_model(
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _with_layer_count(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys with the number of unquantized layers, even if it is selected by default."""
+    count = num_unquantized_layers(
+        keys[_UNQUANTIZED_KEY], keys["model.matmul"], keys["model.num_layers"]
+    )
+    return {**keys, _UNQUANTIZED_KEY: count}
 
 
 def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -330,7 +330,9 @@ class Steps(StateLayout):
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         config, model = self.param_layout.decoder.config, self.param_layout.decoder.model
         key = None
-        if config.dropout > 0 or (config.adapter is not None and config.adapter.dropout > 0):
+        rounds = config.matmul == "nvfp4"
+        drops = config.dropout > 0 or (config.adapter is not None and config.adapter.dropout > 0)
+        if rounds or drops:
             key = jax.random.fold_in(self._key(DROPOUT_STREAM), state.step)
         results = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
         gradients = results.gradients

@@ -674,6 +674,29 @@ def test_mxfp8_needs_complete_blocks(given: str, key: str, words: str) -> None:
     assert all(words in each.rule for each in found)
 
 
+@pytest.mark.parametrize(
+    ("given", "key", "words"),
+    [
+        ("", "", ""),
+        ("model.head_dim=16", "", ""),
+        ("model.head_dim=8", "model.matmul", "query (8) must be a multiple of 16."),
+        ("model.d_mlp=200 model.matmul_parts=mlp", "model.matmul", "(200) must be a multiple of"),
+        ("model.d_mlp=200 model.matmul_unquantized_layers=64", "", ""),
+        ("model.d_mlp=160 mesh.ici_tensor=4", "model.matmul", "dim mlp of "),
+        ("train.sequence_length=72 model.matmul_weight_gradients=same", "model.matmul", "of 16."),
+        ("model.matmul_scales=block", "model.matmul_scales", "has no effect"),
+        ("model.family=moe", "model.matmul", "does not support models with experts"),
+        ("model.matmul_unquantized_layers=65", "model.matmul_unquantized_layers", "at most"),
+        ("model.matmul_unquantized_layers=-2", "model.matmul_unquantized_layers", "at least -1"),
+    ],
+)
+def test_nvfp4_needs_complete_blocks(given: str, key: str, words: str) -> None:
+    base = ["model.matmul=nvfp4", "model.head_dim=32", "model.num_layers=64"]
+    found = problems([*base, *given.split()])
+    assert [each.where.endswith(key) for each in found] == [True] * bool(words)
+    assert all(words in each.rule for each in found)
+
+
 def test_freezing_all_parameters_reports_only_model_frozen() -> None:
     assert [each.where for each in problems(["model.frozen=['*']"])] == [
         "command line: model.frozen"

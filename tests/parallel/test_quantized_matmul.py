@@ -28,6 +28,7 @@ WAYS = [
     MatmulQuantizer(*way)
     for way in itertools.product(("int8", "fp8"), ("channel", "tensor", "block"), (False, True))
 ] + [MatmulQuantizer("mxfp8", "channel", same) for same in (False, True)]
+NVFP4 = [MatmulQuantizer("nvfp4", "channel", same) for same in (False, True)]
 FEW = keeping(WAYS, 2, 6, 11, 13)
 """Every format, scale granularity and type of weight gradient runs by default."""
 TYPES = [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -44,7 +45,7 @@ def step_of(dtype: Any, sizes: Any, most: Any) -> Any:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_quantization_error_is_at_most_half_a_step(dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (64, 96)) * jnp.logspace(-12, 12, 64)[:, None]
-    numbers, scale = jax.jit(lambda x: quantize_array(x, (1,), dtype))(x)
+    numbers, scale, _ = jax.jit(lambda x: quantize_array(x, (1,), dtype))(x)
     assert numbers.dtype == dtype and scale.shape == (64, 1)
     error = np.abs(np.asarray(numbers, np.float32) * scale - x)
     most = np.abs(x).max(1, keepdims=True)
@@ -104,7 +105,7 @@ def test_values_and_gradients_are_near_float32(how: MatmulQuantizer, dims: int) 
         assert errors[2] < 1e-6
 
 
-@pytest.mark.parametrize("how", FEW, ids=str)
+@pytest.mark.parametrize("how", [*FEW, *NVFP4], ids=str)
 def test_token_scales_do_not_depend_on_other_sequences(how: MatmulQuantizer) -> None:
     x = jax.random.normal(jax.random.key(0), (4, 6, 64))
     weight = jax.random.normal(jax.random.key(1), (64, 32))
@@ -150,7 +151,9 @@ def test_expert_matmuls_are_quantized_per_expert(form: str, how: MatmulQuantizer
 
 
 @pytest.mark.parametrize(
-    "how", keeping([how for how in WAYS if how.can_prequantize], 2, 5, 9), ids=str
+    "how",
+    [*keeping([how for how in WAYS if how.can_prequantize], 2, 5, 9), *NVFP4],
+    ids=str,
 )
 @pytest.mark.parametrize("dims", [1, 2])
 def test_prequantized_weights_give_equal_results(how: MatmulQuantizer, dims: int) -> None:
@@ -159,8 +162,10 @@ def test_prequantized_weights_give_equal_results(how: MatmulQuantizer, dims: int
     x, stack = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
     held = jax.jit(lambda stack: how.quantize_weight(stack, 1, dims))(stack)
     kept = jax.tree.leaves(held)
-    assert {leaf.dtype.itemsize for leaf in kept} == ({1} if how.is_microscaled else {1, 4})
-    assert len(kept) == (2 if how.scales == "tensor" else 4)
+    assert {leaf.dtype.itemsize for leaf in kept} == ({1} if how.format == "mxfp8" else {1, 4})
+    counts = {"tensor": 2, "channel": 6 if how.format == "nvfp4" else 4}
+    assert len(kept) == counts[how.scales]
+    assert held.shape == stack.shape
 
     @jax.jit
     def run(x: Any, weight: Any, mine: Any) -> Any:

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import pytest
 
 from maxpipe.models.moe import MoeConfig
-from maxpipe.parallel import block_scales, matmul_quantizer, quantized_array
+from maxpipe.parallel import (
+    block_scaled_matmul,
+    matmul_quantizer,
+    mxfp8,
+    nvfp4,
+    quantized_array,
+)
 from maxpipe.parallel.quantized_array import QuantizedArray
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients
@@ -21,6 +27,7 @@ INT8, FP8 = ("int8", "channel", "default"), ("fp8", "channel", "default")
 TENSOR, SAME = ("int8", "tensor", "default"), ("int8", "channel", "same")
 BLOCK, ALL = ("fp8", "block", "same"), ("fp8", "tensor", "same")
 MXFP8, MXFP8_SAME = ("mxfp8", "channel", "default"), ("mxfp8", "channel", "same")
+NVFP4, NVFP4_SAME = ("nvfp4", "channel", "default"), ("nvfp4", "channel", "same")
 ROOM4 = replace(ROOM, num_experts=4)
 
 
@@ -53,6 +60,14 @@ CASES = [
     Case(2, 1, 3, low=MXFP8, low_parts="mlp", own=wide(GROUPED), tensor=2, fsdp=2),
     Case(2, 1, 3, low=MXFP8, own=wide(ROOM), tensor=2),
     Case(1, 1, 2, low=MXFP8, own=wide(ROOM4), tensor=2, expert=2, layers=4),
+    Case(1, 1, 2, low=NVFP4_SAME),
+    Case(2, 2, 4, low=NVFP4_SAME, fsdp=2, data=2, gather="step"),
+    Case(2, 1, 3, low=NVFP4_SAME, fsdp=2, tensor=2, schedule="zb_h1", remat="names"),
+    Case(2, 2, 4, low=NVFP4_SAME, split="ring", tensor=2, idle="compute", remat="names"),
+    Case(2, 2, 3, low=NVFP4_SAME, split="sequence", tensor=2, schedule="zb_v", gather="window"),
+    Case(2, 1, 3, low=NVFP4_SAME, fsdp=2, context=2, length=16, gather="window", remat="chunk"),
+    Case(2, 1, 3, low=NVFP4, low_parts="mlp", own=QWEN2, data=2, ahead=2, tied=True, dropout=0.3),
+    Case(3, 2, 5, low=NVFP4_SAME, tensor=2, remat="none", schedule="zb_v"),
 ]
 
 
@@ -73,16 +88,27 @@ def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def quantize_blocks(x: jax.Array, dim: int) -> QuantizedArray:
         dim %= x.ndim
-        split = block_scales._split_blocks(x.astype(jnp.float32), dim)
+        split = mxfp8._split_blocks(x.astype(jnp.float32), dim)
         most = jnp.abs(split).max(dim + 1, keepdims=True)
         scales = quantized_array.compute_scale(most, jnp.float8_e4m3fn)
         values = wave(split / scales, jnp.float8_e4m3fn).reshape(x.shape)
         return QuantizedArray(values, scales.squeeze(dim + 1))
 
-    monkeypatch.setattr(block_scales, "MICROSCALING_BLOCK", 4)
-    monkeypatch.setattr(block_scales, "quantize_blocks", quantize_blocks)
-    monkeypatch.setattr(block_scales, "multiply_by_scales", lambda values, scales: values * scales)
-    monkeypatch.setattr(block_scales, "_multiply", block_scales._multiply_dequantized)
+    monkeypatch.setattr(mxfp8, "_BLOCK", 4)
+    monkeypatch.setattr(mxfp8, "quantize_blocks", quantize_blocks)
+    monkeypatch.setattr(mxfp8, "multiply_by_scales", lambda values, scales: values * scales)
+
+    def encode(scaled: jax.Array, random: jax.Array | None = None) -> jax.Array:
+        change = 0 if random is None else random - 0.5
+        return scaled * (1 + 0.3 * jnp.sin(scaled / 2)) + change
+
+    monkeypatch.setattr(nvfp4, "_BLOCK", 4)
+    monkeypatch.setattr(nvfp4, "_round_scales", lambda scales: scales)
+    monkeypatch.setattr(nvfp4, "_encode", encode)
+    for name in ("_pack", "_unpack"):
+        monkeypatch.setattr(nvfp4, name, lambda values, dim: values)
+    multiply = block_scaled_matmul._multiply_dequantized
+    monkeypatch.setattr(block_scaled_matmul, "_multiply", multiply)
     jax.clear_caches()
     yield
     jax.clear_caches()

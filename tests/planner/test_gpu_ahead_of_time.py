@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +21,16 @@ pytestmark = [
 MODEL = ("runtime.platform=auto", "train.batch_size=32")
 
 
-def compiled(*arguments: str) -> dict[str, Any]:
-    """Return the compile report of quickstart from a subprocess that prints nothing else."""
+def compiled(*arguments: str, dump: Path | None = None) -> dict[str, Any]:
+    """Return the compile report of quickstart from a subprocess that prints nothing else.
+
+    XLA writes the compiled programs to the folder `dump`, if it is given.
+    """
+    flags = f"--xla_dump_to={dump} --xla_dump_hlo_as_text" if dump else ""
+    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
     command = [sys.executable, "-m", "maxpipe", "compile", "quickstart", *MODEL, *arguments]
     found = subprocess.run(
-        [*command, "--json"], capture_output=True, text=True, timeout=500, env=dict(os.environ)
+        [*command, "--json"], capture_output=True, text=True, timeout=500, env=environment
     )
     assert found.returncode == 0 and not found.stderr, found.stderr
     return json.loads(found.stdout)
@@ -65,6 +72,22 @@ def test_mxfp8_matmuls_compile_to_kernels_with_sharded_weights() -> None:
     layer, down = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384, 128 * 384
     tokens = 32 * 128 / 4
     assert found["kernel_flops"] == pytest.approx(2 * tokens * 8 * (4 * layer - down))
+
+
+def test_nvfp4_matmuls_compile_to_kernels_with_4_bit_weights(tmp_path: Path) -> None:
+    sizes = ("mesh.ici_stage=1", "mesh.ici_fsdp=2", "mesh.ici_tensor=2")
+    same = ("model.matmul=nvfp4", "model.matmul_weight_gradients=same")
+    found = compiled("--topology", "b200:4", *sizes, *same, dump=tmp_path)
+    layer, down = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384, 128 * 384
+    tokens = 32 * 128 / 4
+    # The last two of eight layers are not quantized.
+    assert found["kernel_flops"] == pytest.approx(2 * tokens * 6 * (4 * layer - down))
+    (path,) = tmp_path.glob("*train_step*after_optimizations.txt")
+    program = path.read_text()
+    # No operand is dequantized.
+    operands = set(re.findall(r"%?([\w.-]+) = f4e2m1fn\[", program))
+    converted = re.findall(r"= (?:f32|bf16|f16)\[\S* convert\(%?([\w.-]+)\)", program)
+    assert operands and not operands.intersection(converted)
 
 
 @pytest.mark.skipif(not has_cudnn(), reason=f"needs cuDNN: {INSTALL}")

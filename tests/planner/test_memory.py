@@ -202,6 +202,16 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "weight_gather": "step"},
     ),
+    (
+        {"matmul": "nvfp4", "head_dim": 32, "matmul_unquantized_layers": 0},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "weight_gather": "step"},
+    ),
+    (
+        {"matmul": "nvfp4", "head_dim": 32},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "weight_gather": "window"},
+    ),
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({"mtp_heads": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (

@@ -211,7 +211,7 @@ def test_predicted_times_have_expected_order() -> None:
 
 
 def test_predicted_times_depend_on_the_matmul_format() -> None:
-    def layers(device: str, **model: str) -> float:
+    def layers(device: str, **model: Any) -> float:
         config = config_of({"ici_fsdp": 8}, microbatches=2)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
         return evaluate(config, published_hardware()[device]).cost.parts["layers"]
@@ -224,6 +224,11 @@ def test_predicted_times_depend_on_the_matmul_format() -> None:
     everything = layers("b200", matmul="mxfp8")
     same = layers("b200", matmul="mxfp8", matmul_weight_gradients="same")
     assert plain / 2 < same < everything < part < plain
+    assert layers("h100", matmul="nvfp4") >= layers("h100")
+    few = layers("b200", matmul="nvfp4", matmul_weight_gradients="same")
+    all_few = {"matmul": "nvfp4", "matmul_weight_gradients": "same"}
+    none_plain = layers("b200", **all_few, matmul_unquantized_layers=0)
+    assert plain / 4 < none_plain < few < plain and none_plain < same
 
 
 @pytest.mark.long

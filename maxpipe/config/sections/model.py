@@ -34,8 +34,8 @@ from maxpipe.models.registry import FAMILIES, describe
 from maxpipe.models.spec import Part
 from maxpipe.parallel.axes import (
     ALLOWED_AXIS_RULES,
+    BLOCK_SIZES,
     MESH_AXES,
-    MICROSCALING_BLOCK,
     QUANTIZATION_BLOCK,
     axis_table,
 )
@@ -80,6 +80,7 @@ add_ranges(
         low_is_inside=False,
     ),
     Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "0 would allow a division by 0"),
+    Bound("model.matmul_unquantized_layers", 1, -1, why="-1 selects the number"),
     Bound("model.dropout", 0.1, 0, 1, DROPS_EVERYTHING, high_is_inside=False),
 )
 
@@ -441,7 +442,7 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
 
 @rule("model.matmul", "model.matmul_scales")
 def _block_scaled_formats_define_scales(config: Config) -> Iterator[RuleViolation]:
-    if config.model.matmul == "mxfp8" and config.model.matmul_scales != "channel":
+    if config.model.matmul in BLOCK_SIZES and config.model.matmul_scales != "channel":
         yield RuleViolation(
             Code.MODEL_MATMUL,
             "model.matmul_scales",
@@ -455,11 +456,12 @@ def _block_scaled_formats_define_scales(config: Config) -> Iterator[RuleViolatio
     *axis_keys(*_WEIGHT_AXES),
     *MODEL_KEYS,
 )
-def _microscaling_blocks_fit(config: Config) -> Iterator[RuleViolation]:
+def _scaled_blocks_fit(config: Config) -> Iterator[RuleViolation]:
     """Require that every shard of a contracted dim consists of complete blocks."""
     model, mesh = config.model, config.mesh
-    if model.matmul != "mxfp8":
+    if model.matmul not in BLOCK_SIZES:
         return
+    block = BLOCK_SIZES[model.matmul]
     table, tensor_sizes = axis_table(mesh), {"tensor": axis_size(mesh, "tensor") or 1}
     for name, param in declared(describe(model)).items():
         if "ahead" in param.axes:  # MTP layers have the sizes of the last layer
@@ -475,17 +477,40 @@ def _microscaling_blocks_fit(config: Config) -> Iterator[RuleViolation]:
         for size, logical in (dims[(param.num_contracted_dims or param.linear) - 1], dims[-1]):
             sizes = tensor_sizes if is_gathered else _sizes_over(config, logical)
             shards = math.prod(sizes.get(axis, 1) for axis in table[logical])
-            if size % (shards * MICROSCALING_BLOCK):
+            if size % (shards * block):
                 text = f"dim {logical} of {name} ({size})"
-                yield _incomplete_blocks(text, shards, MICROSCALING_BLOCK)
+                yield _incomplete_blocks(text, shards, block)
                 return
     context, tensor = axis_size(mesh, "context") or 1, tensor_sizes["tensor"]
     # Context parallelism assigns an early and a late chunk to each device.
     pieces = context * math.lcm(2 if context > 1 else 1, tensor if mesh.sequence_parallel else 1)
     tokens = config.train.sequence_length
-    if model.matmul_weight_gradients == "same" and tokens % (pieces * MICROSCALING_BLOCK):
+    if model.matmul_weight_gradients == "same" and tokens % (pieces * block):
         text = f"train.sequence_length ({tokens})"
-        yield _incomplete_blocks(text, pieces, MICROSCALING_BLOCK)
+        yield _incomplete_blocks(text, pieces, block)
+
+
+@rule("model.matmul", *MODEL_KEYS)
+def _nvfp4_has_no_experts(config: Config) -> Iterator[RuleViolation]:
+    if config.model.matmul == "nvfp4" and has_experts(config):
+        yield RuleViolation(
+            Code.MODEL_MATMUL,
+            "model.matmul",
+            "does not support models with experts.",
+            "Set model.matmul=mxfp8.",
+        )
+
+
+@rule("model.matmul_unquantized_layers", "model.num_layers")
+def _unquantized_layers_exist(config: Config) -> Iterator[RuleViolation]:
+    layers = config.model.num_layers
+    if config.model.matmul_unquantized_layers > layers:
+        yield RuleViolation(
+            Code.MODEL_MATMUL,
+            "model.matmul_unquantized_layers",
+            f"must be at most model.num_layers ({layers}).",
+            f"Set model.matmul_unquantized_layers={layers} or less.",
+        )
 
 
 def _incomplete_blocks(dim: str, shards: int, block: int) -> RuleViolation:

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.parallel import block_scales
+from maxpipe.parallel import block_scaled_matmul, mxfp8
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
 from maxpipe.parallel.quantized_array import QuantizedArray
 from maxpipe.parallel.quantized_matmul import matmul
 from tests.parallel.test_quantized_matmul import with_gradients
 
 BLOCK = 32
-quantize: Any = jax.jit(block_scales.quantize_blocks, static_argnums=1)
-dequantize: Any = jax.jit(block_scales.dequantize_blocks, static_argnums=1)
+quantize: Any = jax.jit(mxfp8.quantize_blocks, static_argnums=1)
+dequantize: Any = jax.jit(mxfp8.dequantize_blocks, static_argnums=1)
 
 
 def decode_e4m3(code: int) -> float:
@@ -128,7 +128,7 @@ def test_dequantization_is_exact_for_all_codes() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dequantized_numbers_are_exact_in_activation_dtypes(dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (4, 64), dtype)
-    again = jax.jit(lambda x: block_scales.quantize_dequantize(x, 1))(x)
+    again = jax.jit(lambda x: mxfp8.quantize_dequantize(x, 1))(x)
     assert again.dtype == dtype
     np.testing.assert_array_equal(again.astype(jnp.float32), dequantize(quantize(x, 1), 1))
 
@@ -203,6 +203,6 @@ def test_kernel_operands_give_the_result_of_dequantized_operands(
         quantize(jax.random.normal(key, shape), dims[-1])
         for key, shape, dims in zip(keys, shapes, contracted, strict=True)
     )
-    wanted = block_scales._multiply_dequantized(left, right, contracted)
-    found = block_scales._multiply_scaled(left, right, contracted)
+    wanted = block_scaled_matmul._multiply_dequantized(left, right, contracted, "mxfp8")
+    found = block_scaled_matmul._multiply_scaled(left, right, contracted, "mxfp8")
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)

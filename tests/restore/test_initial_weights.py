@@ -1,0 +1,38 @@
+"""Comparison of the model sections of a checkpoint and of a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maxpipe.config.load import from_dict, to_dict
+from maxpipe.errors import ConfigError
+from maxpipe.restore.initial_weights import check_model
+
+SIZES = {"d_model": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "d_mlp": 32}
+
+
+def section(**keys: Any) -> dict[str, Any]:
+    """Return the `model` section of a config with eight layers."""
+    model = {**SIZES, "vocab_size": 259, "num_layers": 8, **keys}
+    train = {"batch_size": 8, "sequence_length": 32, "steps": 1}
+    return to_dict(from_dict({"model": model, "train": train}))["model"]
+
+
+def test_format_of_matmuls_may_change_with_the_same_unquantized_layers() -> None:
+    two = {"matmul_unquantized_layers": 2}
+    check_model(section(matmul="nvfp4"), section(matmul="default", **two), {})
+    check_model(section(matmul="default", **two), section(matmul="nvfp4"), {})
+    check_model(section(), section(matmul="fp8"), {})
+    old = section()
+    del old["matmul_unquantized_layers"]
+    check_model(old, section(matmul="int8"), {})
+    for saved, wanted, count in (
+        (section(matmul="nvfp4"), section(), 2),
+        (section(), section(matmul="nvfp4"), 0),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_model(saved, wanted, {})
+        (problem,) = error.value.problems
+        assert problem.action.startswith(f"Set model.matmul_unquantized_layers={count}, or ")
