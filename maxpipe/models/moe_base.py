@@ -35,9 +35,10 @@ class MixtureConfig:
     all_to_all_capacity_factor: float = field(default=0.0, metadata=renamed_from("exchange_factor"))
     """Capacity factor of the all-to-all with expert parallelism (`mesh.ici_expert`): the maximum
     number of token-expert pairs per microbatch that a device sends to each other device, as a
-    multiple of the average per device. Pairs that exceed the capacity are dropped, lower-ranked
-    choices first. Generation never drops pairs. 0 disables the limit; buffers are then sized for
-    the worst case, which needs the most memory."""
+    multiple of the average per device. With `all_to_all_chunks`, the limit applies to each chunk of
+    the microbatch. Pairs that exceed the capacity are dropped, lower-ranked choices first.
+    Generation never drops pairs. 0 disables the limit; buffers are then sized for the worst case,
+    which needs the most memory."""
     dispatch: Literal["auto", "dense", "grouped"] = field(
         default="auto", metadata=renamed_from(values={"all": "dense"})
     )

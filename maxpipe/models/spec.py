@@ -65,7 +65,8 @@ class Param:
     """Number of leading dims that the matmul contracts. Set for weights that are used by exactly
     one matmul and that `model.matmul` may quantize to 8 bits."""
     linear: int = 0
-    """Same as `num_contracted_dims`, for weights that `model.matmul` does not quantize."""
+    """Same as `num_contracted_dims`, for weights that are gathered in the compute dtype.
+    `model.matmul` does not quantize them, or quantizes them only in the matmul."""
     expert_dim: int = -1
     """Index of the dim over which the matrices of several experts are stacked, or -1. The counts of
     contracted dims exclude this dim."""

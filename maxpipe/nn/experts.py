@@ -382,13 +382,19 @@ class Experts(SpecModule):
         # Padding must not consume capacity that real tokens need.
         segments = context.inputs["segment_ids"]
         places = jnp.where((segments > 0)[..., None], places, part.num_experts)
-        arrays = zip(
-            *(jnp.split(array, chunks, axis=1) for array in (x, places, weights)),
-            strict=True,
-        )
+        # The compiler must not shard the tokens of a chunk, as sequence parallelism shards those
+        # of a sequence. It would reshard them by collectives of all stages, although the stages
+        # can run different parts of the schedule at the same time.
+        whole = (x, places, weights) if chunks == 1 else self._replicate((x, places, weights))
+        arrays = zip(*(jnp.split(array, chunks, axis=1) for array in whole), strict=True)
         found = [self._exchange(part, params, chunk, context) for chunk in arrays]
-        out, lost = (jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
+        joined = tuple(jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
+        out, lost = joined if chunks == 1 else self._replicate(joined)
         return out, lost if self.part.drops_tokens else None
+
+    def _replicate(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Replicate arrays and their cotangents over the axes that the compiler shards."""
+        return tuple(constrain(array, (None,) * array.ndim, self.rules) for array in arrays)
 
     def _exchange(
         self,

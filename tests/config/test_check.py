@@ -697,6 +697,27 @@ def test_nvfp4_needs_complete_blocks(given: str, key: str, words: str) -> None:
     assert all(words in each.rule for each in found)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("", ""),
+        ("model.deepseek.kv_lora_rank=48", "kv_lora_rank (48) must be a multiple of 32."),
+        ("model.deepseek.q_lora_rank=40", "q_lora_rank (40)"),
+        ("model.deepseek.v_head_dim=48", "v_head_dim (48)"),
+        ("model.head_dim=80", "head_dim (80)"),
+        ("model.deepseek.qk_rope_head_dim=16", "head_dim without qk_rope_head_dim (48)"),
+        ("model.deepseek.kv_lora_rank=48 model.matmul_parts=mlp", ""),
+    ],
+)
+def test_mxfp8_needs_complete_blocks_of_latents(given: str, words: str) -> None:
+    """The weights of latent attention are quantized after they have been gathered."""
+    sizes = "model.family=deepseek model.head_dim=64 model.num_kv_heads=4 model.num_heads=4"
+    own = "kv_lora_rank=64 q_lora_rank=64 v_head_dim=32 qk_rope_head_dim=32 d_expert=64"
+    sizes += "".join(f" model.deepseek.{each}" for each in own.split())
+    found = problems(["model.matmul=mxfp8", *sizes.split(), *given.split()])
+    assert [words in each.rule for each in found] == [True] * bool(words)
+
+
 def test_freezing_all_parameters_reports_only_model_frozen() -> None:
     assert [each.where for each in problems(["model.frozen=['*']"])] == [
         "command line: model.frozen"

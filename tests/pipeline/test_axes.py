@@ -10,7 +10,7 @@ import pytest
 
 from maxpipe.nn import experts
 from maxpipe.parallel import collectives, mesh
-from tests.cases import Case, keeping
+from tests.cases import Case, keeping, steps_of
 from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import (
     GEMMA,
@@ -124,6 +124,15 @@ EXPERT += [
 @pytest.mark.parametrize("case", keeping(EXPERT, 8, 16), ids=str)
 def test_expert_parallel_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
+
+
+def test_chunks_are_not_resharded() -> None:
+    """With sequence parallelism, the compiler would exchange the tokens of chunks by collectives of
+    all stages, which never return if the stages run different parts of the schedule.
+    """
+    own = replace(GROUPED, num_experts=4, all_to_all_chunks=2)
+    case = Case(1, 1, 1, expert=2, tensor=2, split="sequence", own=own, layers=3)
+    assert "collective-permute(" not in steps_of(case, case.rows).compile_train().as_text()
 
 
 def _with_gaps(x: jax.Array, sent: jax.Array, got: jax.Array, method: str) -> jax.Array:

@@ -100,6 +100,20 @@ class LatentAttention(Part):
         }
 
     @property
+    def quantized_dims(self) -> Mapping[str, int]:
+        """Return the sizes of the dims along which `model.matmul` quantizes weights in blocks.
+
+        These are the last contracted dims of the matmuls, forward and backward, except `d_model`.
+        """
+        dims = {"q_lora_rank": self.q_lora_rank} if self.q_lora_rank else {}
+        return dims | {
+            "kv_lora_rank": self.rank,
+            "head_dim": self.head_dim,
+            "head_dim without qk_rope_head_dim": self.rest_size,
+            "v_head_dim": self.value_size,
+        }
+
+    @property
     def activations(self) -> Mapping[str, Dims]:
         """Return the named activations. The latents are not yet normalized; RoPE has already been
         applied to `query` and `key`.
