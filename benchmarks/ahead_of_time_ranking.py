@@ -191,8 +191,8 @@ def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:
 
 
 FORECAST = (
-    *("cost", "traffic", "memory", "memory_terms", "search", "rerank", "calibrate", "report"),
-    *("sizes", "shards", "shardings"),
+    *("cost", "cost_model", "traffic", "memory", "memory_terms", "search", "search_space"),
+    *("rerank", "calibrate", "report", "sizes", "shards", "shardings"),
 )
 """Modules of `maxpipe.planner` omitted from the digest: they affect neither program nor profile."""
 

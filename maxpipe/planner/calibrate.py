@@ -46,7 +46,7 @@ from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.slots import LayerSlots, SlotRow
 from maxpipe.pipeline.weights import REPLICATED, LayerWeights
 from maxpipe.planner import rerank
-from maxpipe.planner.cost import CostModel
+from maxpipe.planner.cost_model import CostModel
 from maxpipe.planner.rerank import LAYERS, median_seconds, ring_mesh_config
 from maxpipe.planner.sizes import Sizes
 from maxpipe.planner.topology import local_topology, resolve_config

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxpipe.hardware import Hardware
 from maxpipe.io.formatting import format_duration
-from maxpipe.planner.cost import CostModel
+from maxpipe.planner.cost_model import CostModel
 from maxpipe.planner.memory_terms import TERMS, gib, verdict
 from maxpipe.planner.report import plan_values
 from maxpipe.planner.search import Candidate, short_schedules

@@ -153,6 +153,19 @@ class ParameterCounts:
             if not only_owned or self.mesh.owned_over(params[name].dims)
         )
 
+    def kernel_elements(self, kind: str) -> int:
+        """Return the number of a layer's gathered parameters that custom kernels of experts
+        multiply.
+        """
+        layer_type = self.model.layer_types[kind]
+        return sum(
+            self.mesh.elements(param.dims, whole=True)
+            for (part, name), param in counted(layer_type).items()
+            if isinstance(experts := layer_type.parts[part], Experts) and experts.grouped
+            if experts.backend not in ("loop", "ragged_dot")
+            if name in ("gate", "up", "down") and self.includes(param)
+        )
+
     def elements(self, layers: Mapping[str, int], *, whole: bool = False) -> int:
         """Return the number of parameters, given the number of layers of each type."""
         return sum(count * self.layer_elements(kind, whole=whole) for kind, count in layers.items())

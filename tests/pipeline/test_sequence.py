@@ -14,7 +14,7 @@ import pytest
 from maxpipe.config.load import from_dict
 from maxpipe.hardware import published_hardware
 from maxpipe.planner.compile import build_steps, profile_step
-from maxpipe.planner.cost import CostModel
+from maxpipe.planner.cost_model import CostModel
 from maxpipe.planner.memory import buffers
 from maxpipe.planner.sizes import Sizes
 from maxpipe.planner.traffic import step_traffic

@@ -24,7 +24,8 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.planner import calibrate, rerank
 from maxpipe.planner.calibrate import Measurements, fit_hardware
 from maxpipe.planner.compile import build_steps
-from maxpipe.planner.cost import CostModel, predict_cost
+from maxpipe.planner.cost import predict_cost
+from maxpipe.planner.cost_model import CostModel
 from maxpipe.planner.memory import predict_memory
 from maxpipe.planner.rerank import build_synthetic_step
 from maxpipe.planner.sizes import Sizes, build_schedule

@@ -16,7 +16,8 @@ from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Branch, Dims, LayerType, Matmul, Model, Operation
 from maxpipe.planner import sizes as sizes_module
-from maxpipe.planner.cost import CostModel, predict_cost
+from maxpipe.planner.cost import predict_cost
+from maxpipe.planner.cost_model import CostModel
 from maxpipe.planner.memory import buffers, predict_memory, state
 from maxpipe.planner.memory_terms import optimizer_bytes
 from maxpipe.planner.sizes import Sizes, build_schedule

@@ -122,6 +122,32 @@ def test_chunks_overlap_the_exchange_on_gpus() -> None:
     assert 0.7 * one < four < one
 
 
+def test_expert_kernels_copy_stacked_weights_on_tpus() -> None:
+    def layers(device: str, gather: str = "step", **keys: str) -> float:
+        moe = {"num_dense_layers": 0, **keys}
+        model = LAYERS | {"family": "moe", "num_layers": 4, "moe": moe}
+        config = from_dict(
+            {
+                "model": model,
+                "train": {"batch_size": 16, "sequence_length": 2048, "steps": 1},
+                "mesh": {"ici_data": 8},
+                "pipeline": {"weight_gather": gather, "remat": "names", "microbatches": 2},
+            }
+        )
+        return evaluate(config, published_hardware()[device]).cost.parts["layers"]
+
+    added = layers("v5p") - layers("v5p", expert_backend="loop")
+    # Per layer and microbatch, two copies of the weights at the rate of copies, and one pass over
+    # float32 gradients.
+    hardware, weights = published_hardware()["v5p"], 8 * 3 * 4096 * 14336
+    rate = hardware.memory_gb_per_second * 1e9
+    expected = 4 * 2 * (2 * 4 * weights / (rate * hardware.copy_efficiency) + 12 * weights / rate)
+    assert added == pytest.approx(expected, rel=1e-3)
+    assert layers("h100") == layers("h100", expert_backend="loop")
+    # Shards are gathered for each layer, so there is no stack to copy from.
+    assert layers("v5p", "iteration") == layers("v5p", "iteration", expert_backend="loop")
+
+
 def test_search_varies_saved_names_and_repeats() -> None:
     found = list(layouts(config_of(), 32, 1, {"pipeline.remat": "names", "mesh.ici_stage": 4}))
     names = {tuple(each.pipeline.saved_names) for each in found}
