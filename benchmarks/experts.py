@@ -207,13 +207,13 @@ tokens. `capacity` has buffers for {CAPACITY} times the mean number of tokens pe
 Cycles are estimated by the compiler, which has no estimates for custom kernels and gathers. The
 time of a kernel is computed from the compiler's instruction schedule (`kernel_schedules.py`): the
 number of instructions in each code block of the kernel, times the number of times that the block
-runs for tokens that are routed at random. Multiplications take at least the time that the matrix
-units need at their peak rate. The time of gathers is computed from the bytes that they read and
-write, at the published memory bandwidth. Sorts are not included. Small experts have two additional
-costs: the permutation of rows, and the activation function and sums, which a dense layer fuses with
-its matmuls.
+runs for tokens that are routed at random. The time of a multiplication is at least the time
+that the matrix units need at their peak rate. The time of gathers is computed from the bytes that
+they read and write, at the published memory bandwidth. Sorts are not included. Small experts have
+two additional costs: the permutation of rows, and the activation function and sums, which a dense
+layer fuses with its matmuls.
 
-What was tried for these kernels:
+Alternatives and their results:
 
 - *Megablox kernels.* On chips with two cores, the kernel divides column tiles between the cores. A
   single column tile, as for the width of 768 of Qwen3, left one core without work. The kernels of

@@ -128,8 +128,8 @@ def _numbers(text: str) -> list[int]:
 def cycles(kernel: KernelSchedule, sizes: Any, hardware: Any, num_cores: int) -> float:
     """Return the cycles of a kernel for the given numbers of rows per expert.
 
-    A multiplication takes at least as long as the matrix units need for its rows. Transfers overlap
-    with it, and take at least their bytes divided by the published bandwidth.
+    The time of a multiplication is at least the time that the matrix units need for its rows.
+    Transfers overlap with it. Their time is their bytes divided by the published bandwidth.
     """
     outer = kernel.name.startswith("grouped_outer")
     count = _count_outer if outer else _count_matmul
@@ -220,7 +220,8 @@ def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
     """Return the fraction of the peak FLOP rate that the attention kernels of a chip reach, by
     kernel and in total. This function runs in a separate process.
 
-    A block of scores takes at least the time that the matrix units need at their peak rate.
+    The time of a block of scores is at least the time that the matrix units need at their peak
+    rate.
     """
     folder = tempfile.TemporaryDirectory()
     write_schedules(Path(folder.name))
@@ -297,8 +298,8 @@ PREAMBLE = """\
 include custom kernels. The compiler for TPUs can write the instruction schedule of a kernel, with
 the number of instructions in each code block. The table shows the fraction of the peak bfloat16
 rate that splash attention kernels reach in computed blocks of scores, for 8 heads and a causal
-mask. A block of scores takes the number of its instructions, and at least the time that the matrix
-units need at their peak rate. Waits for transfers are not included.
+mask. The time of a block of scores is the number of its instructions, but at least the time
+that the matrix units need at their peak rate. Waits for transfers are not included.
 
 The matrix units of v6e and TPU7x have 256 x 256 elements. A head dim of 128 uses half of them in
 the matmul of queries and keys, and the softmax takes as long as on other chips. `kernel_efficiency`

@@ -17,7 +17,7 @@ from maxpipe.hardware import Hardware
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.spec import LayerType, Param, Scores
 from maxpipe.planner.memory import loss_blocks
-from maxpipe.planner.memory_terms import is_multiplied_in_8_bits
+from maxpipe.planner.memory_terms import is_multiplied_in_few_bits
 from maxpipe.planner.sizes import Sizes
 from maxpipe.planner.traffic import (
     CommVolume,
@@ -299,7 +299,7 @@ class LayerCost:
     def matmul_seconds(self) -> float:
         """Return the time in seconds of a forward pass, excluding attention scores and kernels.
 
-        Matmuls in 8 bits run at the peak rate of their format. The time to quantize activations is
+        Quantized matmuls run at the peak rate of their format. The time to quantize activations is
         not included.
         """
         return self._matmul_seconds(self._saved_flops)
@@ -316,7 +316,7 @@ class LayerCost:
 
     @cached_property
     def _saved_flops(self) -> float:
-        """Return the time that 8-bit matmuls save in a forward pass, in FLOPs at the bf16 rate."""
+        """Return the time that quantized matmuls save in a forward pass, in bf16 FLOPs."""
         sizes = self.model.sizes
         params = (param for param in self._kind.params.values() if sizes.params.includes(param))
         saved = sum(
@@ -328,8 +328,8 @@ class LayerCost:
     def _relative_duration(self, param: Param) -> float:
         """Return the duration of a parameter's matmul, relative to its duration in bf16."""
         config = self.model.sizes.config.model
-        in_8_bits = is_multiplied_in_8_bits(config, param)
-        return 1 / self.model.hardware.matmul_speedup(config.matmul) if in_8_bits else 1.0
+        in_few_bits = is_multiplied_in_few_bits(config, param)
+        return 1 / self.model.hardware.matmul_speedup(config.matmul) if in_few_bits else 1.0
 
     @cached_property
     def _weight_grad_seconds(self) -> float:
@@ -380,7 +380,11 @@ class LayerCost:
         if self.model.hardware.measured:
             return 0.0
         hardware = self.model.hardware
-        return self._kernel_flops / (hardware.flops * hardware.kernel_efficiency)
+        return sum(
+            flops / (hardware.flops * hardware.attention_efficiency(scores.head_dim))
+            for scores, flops in self._scored
+            if scores.storage == "mask"
+        )
 
     @property
     def _kernel_flops(self) -> float:

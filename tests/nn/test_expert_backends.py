@@ -182,7 +182,7 @@ def test_mosaic_tiles_fit_and_use_all_cores(kind: str, monkeypatch: pytest.Monke
 
 
 def test_mosaic_tile_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights of an expert remain in memory. Larger matrix units process more rows at a time."""
+    """The weights of an expert remain in memory. Larger matrix units process more rows."""
     bf16, qwen3 = jnp.dtype("bfloat16"), (65536, 128, 2048, 768)
     monkeypatch.setattr(mosaic, "mesh_device_kind", lambda: "TPU v5")
     assert mosaic.matmul_tiles(*qwen3, bf16) == (128, 2048, 384)

@@ -484,8 +484,8 @@ def _scaled_blocks_fit(config: Config) -> Iterator[RuleViolation]:
     latent = (part for part in layer_parts(config) if isinstance(part, LatentAttention))
     for part in latent if model.matmul_parts == "all" else ():
         for name, size in part.quantized_dims.items():
-            if size % MICROSCALING_BLOCK:
-                yield _incomplete_blocks(f"{name} ({size})", 1, MICROSCALING_BLOCK)
+            if size % block:
+                yield _incomplete_blocks(f"{name} ({size})", 1, block)
                 return
     context, tensor = axis_size(mesh, "context") or 1, tensor_sizes["tensor"]
     # Context parallelism assigns an early and a late chunk to each device.

@@ -68,7 +68,8 @@ class _Cores(NamedTuple):
     """Cycles by which a grid step of `grouped_matmul` exceeds the time of the matrix units in
     compiled kernels."""
     outer_step: int = 700
-    """The same for `grouped_outer`, which also transposes rows and adds to sums in memory."""
+    """Cycles of a grid step of `grouped_outer` outside of the matrix units. It also transposes rows
+    and adds to sums in memory."""
 
 
 _CORES = {
