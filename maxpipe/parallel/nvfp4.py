@@ -101,7 +101,7 @@ def _encode(scaled: Float[Array, "*dims"], random: Array | None = None) -> Array
     """Round to e2m1 codes; numbers above 6 become 6, and the code of NaN is not defined."""
     size = jnp.abs(scaled)
     if random is None:
-        # A number at an odd midpoint lies above an even code, and is rounded down.
+        # Ties go to even codes: down at the midpoints 0, 2, 4 and 6, and up at the others.
         above = (
             size > middle if number % 2 == 0 else size >= middle
             for number, middle in enumerate(_MIDPOINTS)
