@@ -343,6 +343,62 @@ def _gpu_cells(best: Best) -> list[str]:
 
 
 PREAMBLE = """\
+# Layouts with the highest MFU
+
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
+`python benchmarks/best_layouts.py --write`. No accelerator was used. Each row is the result of one
+`maxpipe plan --search --objective mfu --compile N`, which is listed at the end of the page. The
+values after `--fix` in these commands limit the search to one mesh or to a few meshes, because each
+compilation uses minutes of CPU time. They were chosen by predicting the layouts around them.
+
+- "predicted MFU" is the prediction that ranks the layouts of a search.
+- "compiled MFU" divides the model FLOPs by the peak FLOP rate and by the compiler's step time. This
+  time consists of the compiler's cycle estimate on the busiest stages, so that it contains the
+  bubble, and the time of the collectives that do not overlap with compute, at the published link
+  bandwidth.
+- The compiler has no estimate for custom kernels (splash attention, megablox). They are assumed to
+  run at half of the peak, as in [tpu_step](tpu_step.md). The column "expert kernels at matmul rate"
+  assumes that the kernels of experts reach the rate of the other matmuls of the same step, as in
+  [experts](experts.md). Attention kernels remain at half of the peak.
+- Model FLOPs count the causal half of the query-key pairs, 6 FLOPs per active parameter and token,
+  and no recomputation. "all pairs counted" is the same figure with all query-key pairs, as some
+  publications count them.
+- "published" is the MFU that another trainer measured for the most similar run. It was measured on
+  devices, and the figures of this page were not.
+- "goal" applies to the compiled MFU or, for models with experts, to the figure with expert kernels
+  at the rate of matmuls.
+
+The GPU compiler has no time estimates, so the MFU of GPUs is a prediction. The other columns of
+that table are compiled. A batch has 8M tokens (8B on v5p, 8B on v6e), 2M tokens (70B), and 8M
+tokens (Mixtral). These batches are larger than those of the publications.
+
+## Observations
+
+- 70B reaches its MFU with a pipeline of 16 stages: the 16 stages hold gathered weights (`step`),
+  and 256 microbatches with 5 repeats leave a bubble of 1%. One layer per chunk keeps the saved
+  activations small enough for `names`, which recomputes nothing. Its matmuls run at 91 to 96% of
+  the peak.
+- 8B on v5p needs no stages. With 8 instead of 16 microbatches, the compiled MFU is 73.7%. With
+  `mesh.ici_fsdp=64`, `weight_gather=iteration`, 8192 tokens per sequence and 512 sequences, it is
+  44.3%: XLA replaces all gathers over all 64 chips by synchronous all-reduces, which send twice the
+  bytes. The prediction for this layout is 55.7% (one compilation, not in the tables).
+- 8B on v6e misses its goal. The compiler estimates 51 to 61% of the peak for the matmuls of this
+  program, compared with 87 to 97% on v5p. Copies of saved activations are another 10% of the
+  cycles. `names` without `up` is used because complete `names` needs 35.7 GiB.
+- Mixtral without an expert axis misses its goal. A device holds the weights of all experts of its
+  layers, 2.6 GiB per layer, for microbatches of only 4096 tokens. XLA copies these weights out of
+  the stack for each kernel (14% of the cycles), and adds their gradients in a separate pass (10%).
+  The prediction now includes both terms: it is 44.2% instead of 64.9% for this layout, and 59.4%
+  with `mesh.ici_expert=8` and `all_to_all_capacity_factor=1.25`, where a device holds an eighth of
+  the experts. The layout with an expert axis has not been compiled yet.
+- Other layouts were only predicted. DeepSeek-V3 on v5p:8x8x8 with `all_to_all_capacity_factor=1.5`
+  and no multi-token prediction: 46.1% with 8 stages x 64 experts, `iteration`, and saved latents
+  (70.6 GiB), and 41.3% with `remat=full`. Without a capacity limit, the receive buffers alone
+  exceed the memory.
+- 70B on v6e:8x8 was not compiled. All predicted layouts without tensor or context sharding exceed
+  31.25 GiB at 8192 tokens per sequence.
+
 """
 
 
@@ -366,6 +422,10 @@ def main() -> None:
         return
     found = [best for row in ROWS if (best := best_of(row, options.cache))]
     text = page(found)
+    if absent := [row for row in ROWS if row not in [best.row for best in found]]:
+        names = ", ".join(f"{row.name} on {row.where}" for row in absent)
+        text += f"\n## Rows without a result\n\nThe script also lists {names}. No layout of these "
+        text += "rows has been compiled yet.\n"
     print(text)
     if options.write:
         Path(__file__).with_suffix(".md").write_text(PREAMBLE + text, encoding="utf-8")
