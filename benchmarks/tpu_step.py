@@ -211,8 +211,8 @@ are reported by `maxpipe compile`. The option `--entries N` lists the same entri
 busiest stages. The compiler has no estimate for custom kernels, which are counted at the rates of
 `kernel_efficiency` and `expert_kernel_efficiency`. The "waiting" column is the time of collectives
 that is not overlapped, computed from their bytes at the published link bandwidth. The cycles column
-does not include this time. The "asynchronous" column is the traffic of collectives with computation between start and done,
-relative to all traffic that a device sends.
+does not include this time. The "asynchronous" column is the traffic of collectives with computation
+between start and done, relative to all traffic that a device sends.
 
 ## Observations
 
