@@ -375,7 +375,8 @@ tokens (Mixtral). These batches are larger than those of the publications.
   bytes. The prediction for this layout is 55.7% (one compilation, not in the tables).
 - 8B on v6e misses its goal. The compiler estimates 51 to 61% of the peak for the matmuls of this
   program, compared with 87 to 97% on v5p. Attention kernels reach 35% of the peak on v6e, compared
-  with 90% on v5p. Copies of saved activations are another 10% of the cycles. `names` without `up` is used because complete `names` needs 35.7 GiB.
+  with 90% on v5p. Copies of saved activations are another 10% of the cycles. `names` without `up`
+  is used because complete `names` needs 35.7 GiB.
 - Mixtral needs an expert axis, so that a device holds one expert. Without it (8 stages x 32 fsdp
   shards), the compiled MFU was 30.3%: a device holds the weights of all experts of its layers,
   2.6 GiB per layer, for microbatches of only 4096 tokens. XLA copies these weights out of the stack
