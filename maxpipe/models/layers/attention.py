@@ -276,14 +276,21 @@ class Attention(Part):
         """
         # Gating saves the gate logits, their sigmoids and the gated output.
         narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
-        # Keys and values of an earlier layer are part of the layer's input.
-        keys = ((1.0 if self.shared_from else 2.0, self._key),)
+        # One of the arrays that an earlier layer computed is part of the layer's input.
+        shared = 1.0 if self.shared_from else 0.0
+        keys = ((2.0 - shared, self._key),)
         turned = self.rope.rotary_dims or self.head_dim
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
         held = Held(compute_dtype=narrow, float32=wide)
         if score_storage(self.backend) == "scores":
             pairs = (1.0, 2.0 if self.soft_cap else 1.0, 1.0)
-            held += Held(float32=((statistics, self._heads),), blocks=keys, pairs=pairs)
+            # Only the last query block reads all keys and values.
+            held += Held(
+                compute_dtype=((-shared, self._key),),
+                float32=((statistics, self._heads),),
+                blocks=((2.0, self._key),),
+                pairs=pairs,
+            )
         else:
             window: tuple[Dims, ...] = ((),) if self.window else ()
             held += Held(
