@@ -45,6 +45,7 @@ from maxpipe.planner.memory_terms import (
     describe_largest,
     explain_out_of_memory,
     gib,
+    is_out_of_device_memory,
     parse_out_of_memory,
 )
 from maxpipe.planner.search import evaluate, suggest_changes
@@ -265,8 +266,7 @@ def compile_step(
     try:
         compiled = lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        # A kernel that exceeds the shared memory of a multiprocessor has the same status.
-        if "RESOURCE_EXHAUSTED" in str(error) and "Shared memory" not in str(error):
+        if is_out_of_device_memory(error):
             raise _out_of_memory_error(str(error), config, steps, topology) from error
         refused = _option_error(str(error), given or {}) or compiler_version_error(topology, error)
         raise refused or error from error

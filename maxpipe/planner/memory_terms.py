@@ -120,6 +120,12 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
+def is_out_of_device_memory(error: BaseException) -> bool:
+    """Return whether XLA reports that an allocation on a device failed."""
+    # A kernel that exceeds the shared memory of a multiprocessor has the same status.
+    return "RESOURCE_EXHAUSTED" in str(error) and "Shared memory" not in str(error)
+
+
 def explain_out_of_memory(
     message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]], tensor: int = 1
 ) -> str:

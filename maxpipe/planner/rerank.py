@@ -46,6 +46,7 @@ from maxpipe.planner.compile import (
     versions,
 )
 from maxpipe.planner.cost import predict_cost
+from maxpipe.planner.memory_terms import is_out_of_device_memory
 from maxpipe.planner.search import Candidate
 from maxpipe.planner.sizes import Sizes, build_schedule
 from maxpipe.planner.topology import Topology
@@ -417,7 +418,7 @@ def _measure_step(
         step = build_synthetic_step(build_steps(candidate.config, devices))
         (seconds,) = median_seconds([step], MEASURED_SECONDS)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_device_memory(error):
             raise
         tell("this layout ran out of device memory")
     step = None  # free the memory used by parameters and optimizer state

@@ -22,7 +22,12 @@ from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import hardware_of_device
 from maxpipe.planner.instruction_costs import align_columns
 from maxpipe.planner.memory import Memory, predict_memory
-from maxpipe.planner.memory_terms import USABLE_MEMORY_FRACTION, describe_largest, gib
+from maxpipe.planner.memory_terms import (
+    USABLE_MEMORY_FRACTION,
+    describe_largest,
+    gib,
+    is_out_of_device_memory,
+)
 from maxpipe.planner.sizes import Sizes, build_schedule
 
 CERTAIN_FACTOR = 1.2
@@ -103,10 +108,7 @@ def explain_allocation_errors(config: Config) -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error is a failed allocation on the host or on a device."""
-    if isinstance(error, MemoryError):
-        return True
-    # A kernel that exceeds the shared memory of a multiprocessor has the same status.
-    return "RESOURCE_EXHAUSTED" in str(error) and "Shared memory" not in str(error)
+    return isinstance(error, MemoryError) or is_out_of_device_memory(error)
 
 
 def device_memory(device: Any) -> float | None:

@@ -136,6 +136,27 @@ def test_parts_of_row_tiles(sizes: list[int]) -> None:
     check("mosaic", sizes, 384, 128, 128)
 
 
+@pytest.mark.parametrize("rows", [256, 512])
+def test_mosaic_kernels_with_several_tiles_in_every_dim(rows: int) -> None:
+    """Sums over contracted tiles, and all parts of large row tiles, equal separate matmuls."""
+    sizes = [rows - 70, 30, 0, 40 + rows // 2, rows // 2 - 9]
+    one, counts = draw(sizes, 2 * rows, 256, 256), jnp.asarray(sizes, jnp.int32)
+    tiles, used = mosaic.Tiles(rows, 128, 128), sum(sizes)
+    ends = np.cumsum(sizes)
+    groups = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    options = {"dim": 0, "tiles": tiles, "interpret": True}
+    for transposed in (False, True):
+        run = jax.jit(partial(mosaic.grouped_matmul, transposed=transposed, **options))
+        each = one.weights.swapaxes(1, 2) if transposed else one.weights
+        pairs = zip(groups, each, strict=True)
+        wanted = np.concatenate([one.rows[group] @ weight for group, weight in pairs])
+        assert_close(run([one.rows], [one.weights], counts)[:used], wanted)
+    outer = np.stack([one.rows[group].T @ one.cotangents[group] for group in groups])
+    run = jax.jit(partial(mosaic.grouped_outer, **options))
+    for found in run(one.rows, [one.cotangents, one.cotangents], counts):
+        assert_close(found, outer)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_pairs_of_rows_and_weights_are_summed(name: str) -> None:
     sizes = [40, 0, 85]

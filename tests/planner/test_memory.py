@@ -28,6 +28,7 @@ from maxpipe.pipeline.remat import LayerConstants, differentiate_layer
 from maxpipe.planner import sizes as sizes_module
 from maxpipe.planner.compile import build_steps, executions
 from maxpipe.planner.memory import WORKSPACE, buffers, predict_memory, state
+from maxpipe.planner.memory_terms import is_out_of_device_memory
 from maxpipe.planner.sizes import Sizes, build_schedule
 from maxpipe.step.build import make_remat_policy
 from maxpipe.step.step import Steps
@@ -774,3 +775,15 @@ def test_mtp_layer_loops_have_known_trip_counts() -> None:
         trips, _ = executions(steps_of(config), "iteration", average=True)
         wanted = {r"/ahead/while$": 2} if heads and form == "layer" else {}
         assert {name: count for name, count in trips.items() if "ahead" in name} == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.", True),
+        ("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 294912", False),
+        ("INTERNAL: a kernel failed", False),
+    ],
+)
+def test_shared_memory_of_kernel_is_not_device_memory(text: str, expected: bool) -> None:
+    assert is_out_of_device_memory(RuntimeError(text)) is expected
