@@ -199,10 +199,9 @@ def _moved(kernel: KernelSchedule, sizes: Any, steps: float, inner_tiles: int) -
     return total
 
 
-SPLASH = r"splash_mha_\w+"
-MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Number of matmuls of a block of scores in the kernels of the forward pass and of the gradients of
-queries, and of keys and values."""
+SPLASH = r"splash_(?:forward|backward)"
+MATMULS = {"forward": 2, "backward": 5}
+"""Number of matmuls of a block of scores in the kernels of attention."""
 TWO_CORES = ("v4", "v5p")
 """Chips whose two cores are one device of jax, and process different heads or columns."""
 CHIPS = {
@@ -245,26 +244,28 @@ def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
         mixed, pull = jax.vjp(attend, query, key, value)
         return mixed, pull(mixed)
 
-    array = jax.ShapeDtypeStruct((1, tokens, 8, head_dim), "bfloat16", sharding=whole)
+    array, keys = (
+        jax.ShapeDtypeStruct((1, tokens, heads, head_dim), "bfloat16", sharding=whole)
+        for heads in (8, 2)
+    )
     ids = jax.ShapeDtypeStruct((1, tokens), "int32", sharding=whole)
     options = compiler_options("tpu", devices[0].device_kind, d_model=4096)
     with jax.set_mesh(mesh):
-        jax.jit(run).lower(array, array, array, ids).compile(options)
+        jax.jit(run).lower(array, keys, keys, ids).compile(options)
     hardware, cores = target.hardware, 2 if chip in TWO_CORES else 1
     per_cycle = hardware.flops / 2 / hardware.clock_ghz / 1e9 / cores
     peaks, rates = 0.0, {}
     times = 0.0
     for kernel in KernelSchedule.read_all(Path(folder.name), SPLASH):
-        kind = kernel.name.split("_")[2]
-        (queries, keys) = (kernel.windows[index][0][1] for index in (0, 1))
-        active = kernel.active
-        scores = max(active.inner, key=lambda block: block.bundles)
+        kind = kernel.name.split("_")[1].partition(".")[0]
+        (queries, keys) = (kernel.windows[index][0][-2] for index in (0, 1))
         peak = MATMULS[kind] * queries * keys * head_dim / per_cycle
-        # The other blocks run for the first and for the last of the visible key blocks.
-        rest = sum(block.bundles for block in active.inner) - scores.bundles
+        # A block is computed with or without a mask. The other blocks of instructions run for the
+        # first and for the last of the visible key blocks.
+        *rest, plain, masked = sorted(block.bundles for block in kernel.active.inner)
         visible = (tokens / queries + 1) / 2
-        overhead = kernel.overhead + rest / visible
-        rates[kind] = peak / (max(scores.bundles, peak) + overhead)
+        scores = ((visible - 1) * max(plain, peak) + max(masked, peak) + sum(rest)) / visible
+        rates[kind] = peak / (scores + kernel.overhead)
         peaks, times = peaks + peak, times + peak / rates[kind]
     return rates | {"all": peaks / times}
 
@@ -297,14 +298,14 @@ PREAMBLE = """\
 `python benchmarks/kernel_schedules.py --write`. No TPU was used. XLA's cycle estimates do not
 include custom kernels. The compiler for TPUs can write the instruction schedule of a kernel, with
 the number of instructions in each code block. The table shows the fraction of the peak bfloat16
-rate that splash attention kernels reach in computed blocks of scores, for 8 heads and a causal
-mask. The time of a block of scores is the number of its instructions, but at least the time
-that the matrix units need at their peak rate. Waits for transfers are not included.
+rate that splash attention kernels reach in computed blocks of scores, for 8 heads, 2 key/value
+heads and a causal mask. The time of a block of scores is the number of its instructions, but at
+least the time that the matrix units need at their peak rate. Waits for transfers are not included.
 
 The matrix units of v6e and TPU7x have 256 x 256 elements. A head dim of 128 uses half of them in
-the matmul of queries and keys, and the softmax takes as long as on other chips. `kernel_efficiency`
-in the hardware files is the column "all" for 8192 tokens and a head dim of 128.
-`expert_kernel_efficiency` is based on [experts.md](experts.md).
+most matmuls, and the softmax takes as long as on other chips. `kernel_efficiency` in the hardware
+files is the column "all" for 8192 tokens and a head dim of 128. `expert_kernel_efficiency` is based
+on [experts.md](experts.md).
 
 """
 

@@ -42,9 +42,8 @@ ACTIONS = "FBIW"
 and weight gradient)."""
 OVERLAPPED_SHARE = {"iteration": 0.5, "window": 0.0, "step": 0.0}
 """Fraction of a layer's compute that overlaps with its weight gather."""
-KERNEL_BACKWARD = {"tpu": 3.5}
-"""Cost of an attention kernel's backward pass relative to its forward pass, keyed by platform
-(default: 2.5). On TPU, the backward pass consists of two kernels that both recompute the scores."""
+KERNEL_BACKWARD = 2.5
+"""FLOPs of the attention kernels in the backward pass, relative to those in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -478,7 +477,7 @@ class LayerCost:
             + self.recompute_seconds
             + self.score_recompute_seconds
         )
-        inputs += KERNEL_BACKWARD.get(hardware.platform, 2.5) * kernel
+        inputs += KERNEL_BACKWARD * kernel
         weights = self._trained_share * self._weight_grad_seconds
         weights += self.accumulation
         both = max(inputs, inputs + weights - hardware.deferred_cost * self.seconds)

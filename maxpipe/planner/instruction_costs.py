@@ -119,8 +119,9 @@ def _kernel_efficiency(entry: InstructionCost, hardware: Hardware) -> float:
     """Return the fraction of the peak FLOP rate that a kernel is expected to reach."""
     if entry.instruction.name.startswith(_EXPERT_KERNELS):
         return hardware.expert_kernel_efficiency
-    # Attention kernels return arrays with dims for heads, tokens and the elements of a head.
-    widths = [dims[2] for dims in array_dims(entry.instruction.shape) if len(dims) == 3]
+    # Attention kernels return arrays with dims for sequences, heads, tokens and the elements of a
+    # head.
+    widths = [dims[3] for dims in array_dims(entry.instruction.shape) if len(dims) == 4]
     return hardware.attention_efficiency(*widths[:1])
 
 

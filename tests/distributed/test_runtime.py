@@ -344,4 +344,4 @@ def test_compiler_options_depend_on_device_and_model() -> None:
     assert rounds.keys() - new.keys() == {"xla_tpu_allow_conv_input_fusion_with_downcast_convert"}
     assert new.items() < rounds.items()
     trillium = runtime.compiler_options("tpu", "TPU v6 lite", d_model=4096)
-    assert new[limit] == trillium[limit] == wide[limit]
+    assert int(trillium[limit]) > int(new[limit]) and new[limit] == wide[limit]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from typing import Any
 
@@ -11,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.sharding import PartitionSpec
 
 from maxpipe.models.layers.attention import LOG_SUM
-from maxpipe.nn.attention import splash, xla
+from maxpipe.nn.attention import splash, splash_kernels, xla
 from maxpipe.nn.attention.interface import Mask
-from maxpipe.parallel import scopes
+from maxpipe.parallel import scopes, tpu_cores
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, buffer_bytes, keeping, steps_of
@@ -92,30 +90,120 @@ def test_kernels_equal_xla_attention(name: str, monkeypatch: pytest.MonkeyPatch)
         np.testing.assert_allclose(left, right, atol=KERNEL_TOLERANCE * np.abs(right).max())
 
 
+@pytest.mark.parametrize(("mib", "span", "parts"), [(1.9, 384, 2), (1.7, 384, 4), (1.0, 128, 4)])
+def test_gradients_with_little_memory(
+    mib: float, span: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Query heads are divided into parts, and queries into spans."""
+    cores = tpu_cores.tpu_cores()._replace(vmem_mib=mib)  # type: ignore[arg-type]
+    monkeypatch.setattr(splash_kernels, "tpu_cores", lambda: cores)
+    draw = [jax.random.key(number) for number in range(4)]
+    query, d_mixed = (jax.random.normal(each, (1, 384, 4, 128)) for each in draw[:2])
+    key, value = (jax.random.normal(each, (1, 384, 1, 128)) for each in draw[2:])
+    mask = Mask(jnp.asarray(row(384)[:1]), window=200)
+    swapped = [jnp.swapaxes(each, 1, 2) for each in (query, key, value)]
+    sizes = splash_kernels.BlockSizes(128, 128, 128)
+    assert splash_kernels._query_span(*swapped, sizes) == (span, parts)
+
+    def gradients(attend: Any) -> Any:
+        return jax.vjp(lambda *arrays: attend(*arrays, mask), query, key, value)[1](d_mixed)
+
+    monkeypatch.setattr(splash, "attention_block_size", lambda tokens, size: 128)
+    wanted = gradients(xla.attend)
+    got = gradients(lambda *arguments: splash.attend(*arguments, interpret=True))
+    for left, right in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(left, right, atol=KERNEL_TOLERANCE * np.abs(right).max())
+
+
+def test_queries_without_keys_have_zeros() -> None:
+    """For a query block that is listed but skipped, and in a block with other documents."""
+    draw = [jax.random.key(number) for number in range(3)]
+    query, key, value = (jax.random.normal(each, (1, 2, 256, 32)) for each in draw)
+    segments = jnp.repeat(jnp.asarray([[5, 1]]), 128, axis=1)
+    first = np.asarray([0, 128], np.int32)
+    mixed, sums = splash_kernels.forward(
+        query,
+        key,
+        value,
+        None,
+        segments,
+        jnp.ones_like(segments),
+        first,
+        function=splash_kernels.ScoreFunction(True, 0, 1.0),
+        sizes=splash_kernels.BlockSizes(128, 128, 128),
+        interpret=True,
+    )
+    assert (mixed[:, :, :128] == 0).all() and (sums[:, :, :128] < -1e37).all()
+    assert (mixed[:, :, 128:] != 0).all() and (sums[:, :, 128:] > -100).all()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 1, 130, 300])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_visible_blocks_are_listed_exactly_once(causal: bool, window: int, shuffled: bool) -> None:
-    """For static and traced positions; no query sees a block that is omitted."""
+@pytest.mark.parametrize("by_key", [False, True])
+def test_visible_blocks_are_listed_exactly_once(
+    causal: bool, window: int, shuffled: bool, by_key: bool
+) -> None:
+    """For static and traced positions; no query sees a block that is omitted, and masks are omitted
+    only where all pairs are visible."""
     size, keys = 128, 1024
     first = np.arange(0, keys, size)
     first = first[[1, 6, 0, 7]] if shuffled else first
-    sees = splash.CausalWindowMask(causal, window)
+    function = splash_kernels.ScoreFunction(causal, window, 1.0)
     places = (first[:, None] + np.arange(size)).reshape(-1)
     mask = Mask(jnp.zeros((1, len(places)), int), places=jnp.asarray(places), window=window)
     key_segments = jnp.zeros((1, keys), int)
     pairs = dataclasses.replace(mask, key_segments=key_segments, causal=causal).seen(
         0, len(places), keys, causal=causal
     )[0, 0]
-    wanted = np.asarray(pairs).reshape(len(first), size, keys // size, size).any((1, 3))
+    blocks = np.asarray(pairs).reshape(len(first), size, keys // size, size)
+    visible, complete = blocks.any((1, 3)), blocks.all((1, 3))
     for kind in (np, jnp):
-        seen = sees.intersects_block(kind.asarray(first), size, np.arange(0, keys, size), size)
-        assert (np.asarray(seen) == wanted).all()
-        for blocks in (seen, seen.T):
-            numbers, there = splash._visible_blocks(blocks, 8)
-            found = [set(n[t > 0].tolist()) for n, t in zip(numbers, there, strict=True)]
-            assert found == [set(np.flatnonzero(each).tolist()) for each in np.asarray(blocks)]
-            assert (there.sum(1) == np.asarray(blocks).sum(1)).all()
+        listed, count = splash_kernels.list_pairs(
+            function,
+            splash_kernels.BlockSizes(size, size, size),
+            kind.asarray(first),
+            mask.segments,
+            key_segments,
+            by_key=by_key,
+        )
+        query, key, distance, completed, flags = (np.asarray(each)[: int(count)] for each in listed)
+        assert (distance == first[query] - size * key).all()
+        assert len(set(zip(query, key, strict=True))) == len(query)
+        assert set(query) == set(range(len(first))) and set(key) == set(range(keys // size))
+        major = key if by_key else query
+        assert (np.diff(major) >= 0).all()
+        skipped, masked = flags & splash_kernels._SKIPPED != 0, flags & splash_kernels._MASKED != 0
+        assert (skipped == ~visible[query, key]).all()
+        assert visible.sum() == (~skipped).sum()
+        assert (masked == ~complete[query, key]).all()
+        for number in set(major):
+            (here,) = (np.flatnonzero(major == number),)
+            assert (flags[here] & splash_kernels._FIRST != 0).nonzero()[0].tolist() == [0]
+            assert (flags[here] & splash_kernels._LAST != 0).nonzero()[0].tolist() == [
+                len(here) - 1
+            ]
+        if not by_key:
+            continue
+        last = {block: np.flatnonzero(query == block)[-1] for block in set(query)}
+        for step, block in enumerate(completed):
+            assert last[block] == min(each for each in last.values() if each >= step)
+
+
+def test_blocks_of_different_documents_are_skipped() -> None:
+    segments = jnp.repeat(jnp.asarray([[0, 0, 1, 2]]), 128, axis=1)
+    function = splash_kernels.ScoreFunction(True, 0, 1.0)
+    sizes = splash_kernels.BlockSizes(128, 128, 128)
+    first = np.arange(0, 512, 128)
+    pairs, count = splash_kernels.list_pairs(
+        function, sizes, first, segments, segments, by_key=False
+    )
+    skipped = np.asarray(pairs.flags) & splash_kernels._SKIPPED != 0
+    assert count == 10
+    used = {
+        (int(i), int(j)) for i, j in zip(pairs.query[~skipped], pairs.key[~skipped], strict=True)
+    }
+    assert used == {(0, 0), (1, 0), (1, 1), (2, 2), (3, 3)}
 
 
 @pytest.mark.parametrize(
@@ -125,16 +213,6 @@ def test_visible_blocks_are_listed_exactly_once(causal: bool, window: int, shuff
 def test_block_size_divides_sequence_length(tokens: int, size: int, block: int) -> None:
     assert splash.attention_block_size(tokens, size) == block
     assert tokens % block == 0 and block % splash.LANES == 0
-
-
-def test_private_jax_backward_signature_is_unchanged() -> None:
-    """JAX has no public backward function; arguments are passed by position."""
-    names = tuple(inspect.signature(kernels._splash_attention_bwd).parameters)
-    assert names == (
-        *("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name"),
-        *("mask_function", "attn_logits_soft_cap", "interpret", "res", "do"),
-    )
-    assert kernels.SplashAttentionKernel.__init__ is not object.__init__
 
 
 def test_kernels_report_flops_of_computed_blocks() -> None:
@@ -156,8 +234,8 @@ def test_kernels_report_flops_of_computed_blocks() -> None:
     assert names(run, shape, number) >= forward
     gradient = jax.grad(lambda q, w: run(q, w).astype(jnp.float32).sum())
     found = names(gradient, shape, number)
-    # Two kernels with seven matmuls: three and a half for each.
-    assert found >= {f"window_0/flops_{7 * 64 * pairs * 10 // 16}"}
+    # One kernel with five matmuls.
+    assert found >= {f"window_0/flops_{10 * 64 * pairs * 10 // 16}"}
 
 
 # The code around the kernels.

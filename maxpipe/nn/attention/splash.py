@@ -1,11 +1,7 @@
-"""Attention with jax's splash kernels for TPUs. Scores never leave on-chip memory.
+"""Attention with splash kernels for TPUs. Scores never leave on-chip memory.
 
-The kernels read the indices of the query tokens and, for each query block, a list of its visible
-key blocks. The lists and indices can be runtime arrays, so a device can hold any chunks of a
-sequence. This module uses private entry points, because jax has no public entry point for the
-backward pass. Tests check that these entry points are unchanged.
-
-Source: FlashAttention-2 (arXiv:2307.08691), as in `jax.experimental.pallas.ops.tpu`.
+This module shards the kernels of `splash_kernels` over the mesh, selects their block sizes, and
+defines their gradient.
 """
 
 from __future__ import annotations
@@ -19,19 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.sharding import PartitionSpec
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from maxpipe.models.layers.attention import LOG_SUM
-from maxpipe.nn.attention import interface, xla
+from maxpipe.nn.attention import interface, splash_kernels, xla
 from maxpipe.nn.attention.interface import Mask, switch_window
+from maxpipe.nn.attention.splash_kernels import LANES, BlockSizes, ScoreFunction
 from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
-LANES = 128
-"""Every block size is a multiple of this number."""
 _LONG = 4096
 """Minimum sequence length for which large blocks are used. Larger blocks need fewer kernel steps,
 each with a fixed overhead, but waste a larger share of the work on the half-masked diagonal."""
@@ -84,6 +77,10 @@ class SplashOptions:
     run: int
     """Length of each contiguous run of query tokens."""
     interpret: bool
+
+    def function(self, window: int) -> ScoreFunction:
+        """Return the score function of layers with this window."""
+        return ScoreFunction(self.causal, window, self.scale, self.soft_cap)
 
 
 class _SplashMask(NamedTuple):
@@ -199,24 +196,26 @@ def local_forward(
     """Compute the output and the float32 log-sum-exp on one device."""
 
     def run(window: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        kernel = _kernel(query, key, seen.places, window, call)
-
-        def one(
-            query: Array, key: Array, value: Array, ids: kernels.SegmentIds
-        ) -> tuple[Array, Array]:
-            mixed, (sums,) = kernel(query, key, value, segment_ids=ids, sinks=sinks)
-            return mixed, sums
-
-        scored = _num_scored_pairs(query, key, window, call) * (query.shape[-1] + value.shape[-1])
+        sizes = _blocks(query, key, value, call)
+        scored = _num_scored_pairs(query, key, window, call, sizes)
+        scored *= query.shape[-1] + value.shape[-1]
+        function = call.function(window)
         with jax.named_scope(scopes.flops(2 * scored)):
-            return jax.vmap(one)(query, key, value, _ids(seen))
+            return splash_kernels.forward(
+                _multiply(query, function.query_scale),
+                key,
+                value,
+                sinks,
+                seen.segments,
+                seen.key_segments,
+                _first_tokens(query, seen, sizes),
+                function=function,
+                sizes=sizes,
+                interpret=call.interpret,
+            )
 
-    arrays = (
-        _scale_queries(_swap_heads_and_tokens(query), call),
-        _swap_heads_and_tokens(key),
-        _swap_heads_and_tokens(value),
-    )
-    mixed, sums = switch_window(run, seen.window, call.windows, arrays)
+    arrays = (_swap_heads_and_tokens(each) for each in (query, key, value))
+    mixed, sums = switch_window(run, seen.window, call.windows, tuple(arrays))
     return _swap_heads_and_tokens(mixed), sums
 
 
@@ -236,52 +235,30 @@ def local_backward(
     del sinks  # already included in `sums`
 
     def run(window: int, *arrays: Array) -> tuple[Array, Array, Array]:
-        query, key, value = arrays[:3]
-        kernel = _kernel(query, key, seen.places, window, call)
+        query, key, value, *results = arrays
+        sizes = _blocks(query, key, value, call)
+        scored = _num_scored_pairs(query, key, window, call, sizes)
+        scored *= 3 * query.shape[-1] + 2 * value.shape[-1]
+        function = call.function(window)
+        with jax.named_scope(scopes.flops(2 * scored)):
+            return splash_kernels.backward(
+                _multiply(query, function.query_scale),
+                key,
+                value,
+                seen.segments,
+                seen.key_segments,
+                _first_tokens(query, seen, sizes),
+                *results,
+                function=function,
+                sizes=sizes,
+                interpret=call.interpret,
+            )
 
-        def one(ids: kernels.SegmentIds, *arrays: Array) -> tuple[Array, Array, Array]:
-            query, key, value, mixed, sums, d_mixed = arrays
-            lists = kernel.dq_mask_info, kernel.dkv_mask_info
-            saved = (query, key, value, ids, None, mixed, sums, *lists)
-            return _backward_kernels(kernel.kwargs, saved, d_mixed)
-
-        # Two kernels run: one with three matmuls for query gradients, and one with four matmuls for
-        # key gradients. The scope applies to each kernel, so it declares half of the total FLOPs.
-        sizes = (4 * query.shape[-1] + 3 * value.shape[-1]) / 2
-        with jax.named_scope(scopes.flops(2 * _num_scored_pairs(query, key, window, call) * sizes)):
-            return jax.vmap(one)(_ids(seen), *arrays)
-
-    arrays = (
-        _scale_queries(_swap_heads_and_tokens(query), call),
-        _swap_heads_and_tokens(key),
-        _swap_heads_and_tokens(value),
-    )
+    arrays = tuple(_swap_heads_and_tokens(each) for each in (query, key, value))
     results = _swap_heads_and_tokens(mixed), sums, _swap_heads_and_tokens(d_mixed)
-    d_query, d_key, d_value = switch_window(run, seen.window, call.windows, (*arrays, *results))
-    return (
-        _swap_heads_and_tokens(_scale_queries(d_query, call)),
-        _swap_heads_and_tokens(d_key),
-        _swap_heads_and_tokens(d_value),
-    )
-
-
-def _backward_kernels(
-    settings: dict[str, Any], saved: tuple[Any, ...], d_mixed: Array
-) -> tuple[Array, Array, Array]:
-    """Run the backward kernels for one sequence through jax's differentiation rule."""
-    gradients = kernels._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
-        False,
-        settings["mask_value"],
-        settings["is_mqa"],
-        settings["block_sizes"],
-        None,
-        settings["mask_function"],
-        settings["attn_logits_soft_cap"],
-        settings["interpret"],
-        saved,
-        d_mixed,
-    )
-    return gradients[3:6]
+    gradients = switch_window(run, seen.window, call.windows, (*arrays, *results))
+    d_query, d_key, d_value = (_swap_heads_and_tokens(each) for each in gradients)
+    return d_query, d_key, d_value
 
 
 def _swap_heads_and_tokens(x: Array) -> Array:
@@ -289,43 +266,18 @@ def _swap_heads_and_tokens(x: Array) -> Array:
     return jnp.swapaxes(x, 1, 2)
 
 
-def _scale_queries(x: Array, call: SplashOptions) -> Array:
-    """Multiply queries or their gradients by the score scale, which the kernels do not apply."""
-    return (x.astype(jnp.float32) * call.scale).astype(x.dtype)
+def _multiply(x: Array, scale: float) -> Array:
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-def _ids(seen: _SplashMask) -> kernels.SegmentIds:
-    return kernels.SegmentIds(seen.segments, seen.key_segments)
+def _first_tokens(query: Array, seen: _SplashMask, sizes: BlockSizes) -> Int[Any, " I"]:
+    """Return the sequence index of the first token of each query block."""
+    if seen.places is not None:
+        return seen.places[:: sizes.queries]
+    return np.arange(0, query.shape[2], sizes.queries, dtype=np.int32)
 
 
 # Blocks.
-
-
-@dataclass(frozen=True)
-class CausalWindowMask:
-    """Causal and window mask computed from token indices, ignoring document boundaries."""
-
-    causal: bool
-    window: int
-
-    def __call__(self, places: Any, keys: Any) -> Any:
-        """Return the mask of (query, key) pairs. The splash kernels call this method."""
-        near = places - keys < self.window
-        if not self.causal:
-            return near
-        return (places >= keys) & near if self.window else places >= keys
-
-    def intersects_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
-        """Return whether any query token of a query block attends to any key of a key block, given
-        the start indices of both blocks.
-        """
-        if not (self.causal or self.window):
-            return np.ones((len(first), len(first_keys)), bool)
-        first, last = first[:, None], first[:, None] + size - 1
-        near = first - (first_keys + size_keys - 1) < self.window
-        if not self.causal:
-            return near
-        return (last >= first_keys) & near if self.window else last >= first_keys
 
 
 def attention_block_size(tokens: int, head_dim: int) -> int:
@@ -335,88 +287,24 @@ def attention_block_size(tokens: int, head_dim: int) -> int:
     return max(size for size in sizes if tokens % size == 0)
 
 
-def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
-    """Return the block sizes of query tokens and of keys."""
-    size = max(query.shape[-1], key.shape[-1])
-    return attention_block_size(call.run, size), attention_block_size(key.shape[-2], size)
+def _blocks(query: Array, key: Array, value: Array, call: SplashOptions) -> BlockSizes:
+    """Return the block sizes for queries [B, N, T, H] and keys and values [B, G, S, ...]."""
+    size = max(query.shape[-1], value.shape[-1])
+    keys = attention_block_size(key.shape[-2], size)
+    at_once = keys // 2 if keys % (2 * LANES) == 0 and keys > 512 else keys
+    return BlockSizes(attention_block_size(call.run, size), keys, at_once)
 
 
-def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
+def _num_scored_pairs(
+    query: Array, key: Array, window: int, call: SplashOptions, sizes: BlockSizes
+) -> float:
     """Return the number of (query, key) pairs in the blocks for which a kernel computes scores.
 
-    The number covers all sequences and heads. For query tokens with explicit indices, the result is
-    the mean over devices.
+    The number covers all sequences and heads, and does not exclude blocks of different documents.
+    For query tokens with explicit indices, the result is the mean over devices.
     """
     rows, heads, tokens, _ = query.shape
-    size, size_keys = _blocks(query, key, call)
-    first, first_keys = np.arange(0, key.shape[-2], size), np.arange(0, key.shape[-2], size_keys)
-    seen = CausalWindowMask(call.causal, window).intersects_block(
-        first, size, first_keys, size_keys
-    )
+    first = np.arange(0, key.shape[-2], sizes.queries)
+    first_keys = np.arange(0, key.shape[-2], sizes.keys)
+    seen = call.function(window).intersects_block(first, sizes.queries, first_keys, sizes.keys)
     return rows * heads * tokens * key.shape[-2] * float(seen.mean())
-
-
-def _kernel(
-    query: Array, key: Array, places: Array | None, window: int, call: SplashOptions
-) -> kernels.SplashAttentionKernel:
-    """Return the kernel for queries [B, N, T, H] and keys [B, G, S, H]."""
-    size, size_keys = _blocks(query, key, call)
-    sees = CausalWindowMask(call.causal, window)
-    where: Any = np.arange(query.shape[-2], dtype=np.int32) if places is None else places
-    first, first_keys = where[::size], np.arange(0, key.shape[-2], size_keys)
-    seen = sees.intersects_block(first, size, first_keys, size_keys)
-    most = (len(first_keys), len(first))
-    if call.causal and window:  # upper bounds that hold for any order of query blocks
-        most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
-    plain = not (call.causal or window)  # keys are masked only across document boundaries
-    by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
-    known = {"mask_next": None, "partial_mask_blocks": None}
-    known |= {"q_sequence": None if plain else where}
-    rows = MaskInfo(data_next=by_query[0][None], block_mask=by_query[1][None], **known)
-    columns = MaskInfo(data_next=by_key[0].T[None], block_mask=by_key[1].T[None], **known)
-    sizes = kernels.BlockSizes(
-        block_q=size,
-        block_kv=size_keys,
-        block_kv_compute=_key_step_size(size_keys),
-        block_q_dkv=size,
-        block_kv_dkv=size_keys,
-        block_kv_dkv_compute=_key_step_size(size_keys),
-        block_q_dq=size,
-        block_kv_dq=size_keys,
-        use_fused_bwd_kernel=False,  # the fused kernel stores one query gradient per key block
-    )
-    return kernels.SplashAttentionKernel(
-        rows,
-        rows,
-        columns,
-        block_sizes=sizes,
-        is_mqa=False,
-        save_residuals=True,
-        mask_value=kernels.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=call.soft_cap or None,
-        residual_checkpoint_name=None,
-        mask_function=None if plain else sees,
-        interpret=call.interpret,
-    )
-
-
-def _key_step_size(block: int) -> int:
-    """Return the number of keys in a block for which a kernel computes scores at a time."""
-    return block // 2 if block % (2 * LANES) == 0 and block > 512 else block
-
-
-def _visible_blocks(seen: Bool[Any, "I J"], most: int) -> tuple[Any, Any]:
-    """Return the indices `[I, j]` of each block's visible blocks, and a mask of the valid indices.
-
-    Invalid indices repeat the last visible block, so the kernel fetches no additional block. `most`
-    is the maximum number of visible blocks.
-    """
-    kind: Any = np if isinstance(seen, np.ndarray) else jnp
-    count = seen.sum(1, keepdims=True)
-    width = min(seen.shape[1], most)
-    width = int(count.max()) if kind is np else width
-    narrow = np.int8 if seen.shape[1] <= 128 else np.int16
-    place = kind.minimum(np.arange(width), kind.maximum(count - 1, 0))
-    order = kind.argsort(~seen, axis=1, stable=True)
-    numbers = kind.take_along_axis(order, place, axis=1)
-    return numbers.astype(narrow), (np.arange(width) < count).astype(np.int8)

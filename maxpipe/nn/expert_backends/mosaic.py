@@ -12,7 +12,6 @@ References:
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from jaxtyping import Float, Int
 
 from maxpipe.nn.expert_backends.blocks import BlockSteps, make_block_steps
 from maxpipe.parallel import scopes
-from maxpipe.parallel.mesh import mesh_device_kind
+from maxpipe.parallel.tpu_cores import tpu_cores
 
 
 class Tiles(NamedTuple):
@@ -51,41 +50,6 @@ _BOUNDARY_TILES = 0.375
 """Mean number of additional row tiles to multiply per boundary between experts. The two parts of
 a tile at such a boundary are multiplied separately. One of them is a full tile, and the other one
 is half of a tile or a quarter."""
-
-
-class _Cores(NamedTuple):
-    """Cores of a device, with published rates, to compare tile sizes."""
-
-    number: int
-    """Number of cores of a device. Each of them processes different columns of the output."""
-    macs: int
-    """Multiply-adds of one core per cycle."""
-    num_bytes: int
-    """Bytes that one core reads or writes per cycle."""
-    vmem_mib: int = 32
-    """Memory of one core in MiB that a kernel can use: half of the memory, or all of it on v4."""
-    matmul_step: int = 150
-    """Cycles by which a grid step of `grouped_matmul` exceeds the time of the matrix units in
-    compiled kernels."""
-    outer_step: int = 700
-    """Cycles of a grid step of `grouped_outer` outside of the matrix units. It also transposes rows
-    and adds to sums in memory."""
-
-
-_CORES = {
-    r"TPU v4": _Cores(2, 2**16, 570, vmem_mib=16),
-    r"TPU v5p?": _Cores(2, 2**16, 790),
-    r"TPU v5 ?(lite|e)": _Cores(1, 2**16, 550, vmem_mib=64),
-    r"TPU v6 ?(lite|e)": _Cores(1, 2**18, 940, vmem_mib=64, matmul_step=350, outer_step=900),
-    r"TPU ?7x": _Cores(1, 2**18, 1680, matmul_step=350, outer_step=900),
-}
-"""Cores, keyed by pattern of device kinds."""
-_OTHER_CORES = _Cores(1, 2**16, 550, vmem_mib=16)
-
-
-def _cores() -> _Cores:
-    kind = mesh_device_kind()
-    return next((each for name, each in _CORES.items() if re.fullmatch(name, kind)), _OTHER_CORES)
 
 
 def grouped_matmul(
@@ -298,7 +262,7 @@ def _dot(first: Array, second: Array, first_dim: int, second_dim: int) -> Array:
 def _parameters() -> tpu.CompilerParams:
     return tpu.CompilerParams(
         dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-        vmem_limit_bytes=_cores().vmem_mib * 2**20,
+        vmem_limit_bytes=tpu_cores().vmem_mib * 2**20,
     )
 
 
@@ -319,7 +283,7 @@ def matmul_tiles(
         loads = num_experts if inner == contracted else steps
         loaded = steps * rows * inner + loads * inner * columns + num_tiles * rows * columns
         macs = (num_rows + _BOUNDARY_TILES * (num_experts - 1) * rows) * contracted * columns
-        one = _cycles(num_pairs * macs, num_pairs * size * loaded, steps * _cores().matmul_step)
+        one = _cycles(num_pairs * macs, num_pairs * size * loaded, steps * tpu_cores().matmul_step)
         return one * _turns(width // columns)
 
     def num_bytes(tiles: Tiles) -> int:
@@ -346,7 +310,7 @@ def outer_tiles(
         steps = num_rows / rows + num_experts * (0.5 + _ROW_ALIGNMENT / 2 / rows)
         loaded = steps * rows * (depth + number * columns) + num_experts * depth * columns * number
         one = _cycles(
-            number * steps * rows * depth * columns, size * loaded, steps * _cores().outer_step
+            number * steps * rows * depth * columns, size * loaded, steps * tpu_cores().outer_step
         )
         return one * first // depth * _turns(second // columns)
 
@@ -361,17 +325,17 @@ def outer_tiles(
 
 
 def _vmem_bytes() -> float:
-    return _TILES_OF_VMEM * _cores().vmem_mib * 2**20
+    return _TILES_OF_VMEM * tpu_cores().vmem_mib * 2**20
 
 
 def _cycles(macs: float, num_bytes: float, overhead: float) -> float:
-    cores = _cores()
+    cores = tpu_cores()
     return max(macs / cores.macs, num_bytes / cores.num_bytes) + overhead
 
 
 def _turns(num_columns: int) -> int:
     """Return the number of column tiles that one core processes."""
-    return -(-num_columns // _cores().number)
+    return -(-num_columns // tpu_cores().number)
 
 
 def _candidates(rows: Sequence[int], first: int, second: int) -> Iterator[Tiles]:

@@ -1,0 +1,606 @@
+"""Pallas kernels of attention for TPUs, which process only the visible blocks of scores.
+
+Each grid step multiplies a block of queries by a block of keys. The list of block pairs can depend
+on runtime arrays, so a device can hold any chunks of a sequence. Blocks without masked scores skip
+the mask, and blocks whose documents differ are skipped.
+
+One backward kernel computes all gradients with five matmuls. Two kernels, as in jax's splash
+attention, need seven and compute the softmax twice. The gradients of the queries are summed in
+on-chip memory, which bounds the number of queries of a call.
+
+References:
+    FlashAttention-2 (arXiv:2307.08691), and the splash attention kernels of JAX.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu
+from jaxtyping import Bool, Float, Int, Shaped
+
+from maxpipe.parallel.tpu_cores import tpu_cores
+
+LANES = 128
+"""Every block size is a multiple of this number."""
+_MASKED_SCORE = -0.7 * float(np.finfo(np.float32).max)
+"""Score of masked pairs. Differences of two such scores are finite."""
+_LOG2_E = math.log2(math.e)
+_VMEM_SHARE = 0.9
+"""Largest part of the usable memory that the arrays of a kernel occupy."""
+_NUM_TEMPORARIES = 4
+"""Number of float32 blocks of scores that exist at the same time in the backward kernel."""
+
+_FIRST, _LAST, _MASKED, _SKIPPED, _QUERY_FIRST, _QUERY_LAST = (1 << n for n in range(6))
+"""Flags of block pairs: first and last pair of the output block, whether scores can be masked,
+whether all scores are masked, first and last pair of the query block."""
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Numbers of tokens."""
+
+    queries: int
+    """Query tokens of a grid step."""
+    keys: int
+    """Key tokens of a grid step."""
+    keys_at_once: int
+    """Key tokens for which scores are computed at a time."""
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """Static properties of the scores."""
+
+    causal: bool
+    window: int
+    """Number of tokens that a query token attends to, including itself; 0 means all tokens."""
+    scale: float
+    soft_cap: float = 0.0
+    """Soft cap on the scores; 0 disables the cap."""
+
+    @property
+    def query_scale(self) -> float:
+        """Return the factor applied to queries before the kernels.
+
+        The kernels compute powers of two. With a soft cap, the product of queries and keys is the
+        argument of `tanh`.
+        """
+        return self.scale / self.soft_cap if self.soft_cap else self.scale * _LOG2_E
+
+    def intersects_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
+        """Return whether any query token of a query block attends to any key of a key block, given
+        the start indices of both blocks, `[I]` and `[J]`.
+        """
+        first = first[:, None]
+        seen = (first == first) & (first_keys == first_keys)
+        if self.window:
+            seen &= first - (first_keys + size_keys - 1) < self.window
+        if self.causal:
+            seen &= first + size - 1 >= first_keys
+        return seen
+
+    def contains_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
+        """Return whether every query token of a query block attends to every key of a key block."""
+        first = first[:, None]
+        seen = (first == first) & (first_keys == first_keys)
+        if self.window:
+            seen &= first + size - 1 - first_keys < self.window
+        if self.causal:
+            seen &= first >= first_keys + size_keys - 1
+        return seen
+
+
+class BlockPairs(NamedTuple):
+    """Pairs of a query block and a key block, one for each grid step."""
+
+    query: Int[Array, " P"]
+    key: Int[Array, " P"]
+    distance: Int[Array, " P"]
+    """Index of the first query token minus the index of the first key token."""
+    completed: Int[Array, " P"]
+    """Query block of the next pair that is the last of its query block."""
+    flags: Int[Array, " B*P"]
+
+
+def list_pairs(
+    function: ScoreFunction,
+    sizes: BlockSizes,
+    first: Int[Any, " I"],
+    segments: Int[Array, "B T"],
+    key_segments: Int[Array, "B S"],
+    *,
+    by_key: bool,
+) -> tuple[BlockPairs, Any]:
+    """Return the visible block pairs and their number.
+
+    `first` holds the sequence index of the first token of each query block, as a numpy array or as
+    a runtime array. Pairs are ordered by query block, or by key block if `by_key` is true. Every
+    query block and every key block occurs in a pair, so that every output is written.
+    """
+    xp: Any = np if isinstance(first, np.ndarray) else jnp
+    first_keys = np.arange(0, key_segments.shape[1], sizes.keys, dtype=np.int32)
+    geometry = (first, sizes.queries, first_keys, sizes.keys)
+    seen = function.intersects_block(*geometry)
+    masked = ~function.contains_block(*geometry)
+    rows, columns = (np.arange(size)[:, None] for size in seen.shape)
+    listed = seen | (~seen.any(1, keepdims=True) & (columns.T == 0))
+    listed |= ~seen.any(0, keepdims=True) & (rows == 0)
+    flags = xp.where(masked, _MASKED, 0) | xp.where(seen, 0, _SKIPPED)
+    edges = ((0, _FIRST, _LAST), (1, _QUERY_FIRST, _QUERY_LAST))
+    for axis, opens, closes in edges if by_key else ((1, *edges[0][1:]), (0, 0, 0)):
+        before, total = xp.cumsum(listed, axis), listed.sum(axis, keepdims=True)
+        flags = flags | xp.where(before == 1, opens, 0) | xp.where(before == total, closes, 0)
+    in_order = listed.T if by_key else listed
+    count = listed.sum()
+    if xp is np:
+        places = np.flatnonzero(in_order)
+        count = int(count)
+    else:
+        places = jnp.flatnonzero(in_order, size=in_order.size, fill_value=0)
+    major, minor = places // in_order.shape[1], places % in_order.shape[1]
+    query, key = (minor, major) if by_key else (major, minor)
+    flags = flags[query, key]
+    ends = xp.where(flags & _QUERY_LAST != 0, np.arange(len(places)), len(places) - 1)
+    ends = np.minimum.accumulate(ends[::-1])[::-1] if xp is np else lax.cummin(ends, reverse=True)
+    distance = first[query] - xp.asarray(first_keys)[key]
+    flags = flags | _segment_flags(sizes, segments, key_segments, query, key)
+    pairs = BlockPairs(query, key, distance, query[ends], flags.reshape(-1))
+    return BlockPairs(*(jnp.asarray(each, jnp.int32) for each in pairs)), count
+
+
+def _segment_flags(
+    sizes: BlockSizes, segments: Array, key_segments: Array, query: Any, key: Any
+) -> Int[Array, "B P"]:
+    """Return the flags that follow from the documents of each pair's blocks."""
+
+    def extremes(ids: Array, size: int, places: Any) -> tuple[Array, Array]:
+        blocks = ids.reshape(len(ids), -1, size)
+        return blocks.min(2)[:, places], blocks.max(2)[:, places]
+
+    low, high = extremes(segments, sizes.queries, query)
+    low_keys, high_keys = extremes(key_segments, sizes.keys, key)
+    is_same = (low == high) & (low_keys == high_keys) & (low == low_keys)
+    is_apart = (high < low_keys) | (high_keys < low)
+    return jnp.where(is_same, 0, _MASKED) | jnp.where(is_apart, _SKIPPED, 0)
+
+
+# Forward pass.
+
+
+def forward(
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B G S H"],
+    value: Float[Array, "B G S v"],
+    sinks: Float[Array, " N"] | None,
+    segments: Int[Array, "B T"],
+    key_segments: Int[Array, "B S"],
+    first: Int[Any, " I"],
+    *,
+    function: ScoreFunction,
+    sizes: BlockSizes,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N T v"], Float[Array, "B N T"]]:
+    """Return the attention output and the float32 log-sum-exp of the scores.
+
+    The queries have been multiplied by `function.query_scale`. A query token that attends to no key
+    has zeros and a very small log-sum-exp.
+    """
+    batch, heads, tokens, size = query.shape
+    value_size, group = value.shape[3], heads // key.shape[1]
+    pairs, count = list_pairs(function, sizes, first, segments, key_segments, by_key=False)
+    has_sinks = sinks is not None
+    start = sinks.astype(jnp.float32) * _LOG2_E if has_sinks else jnp.zeros(1, jnp.float32)
+
+    def spec(block: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
+        def place(h: Any, p: Any, query: Any, key: Any, *_: Any) -> tuple[Any, ...]:
+            return index(*_divmod(h, heads), query[p], key[p])
+
+        return pl.BlockSpec(block, place)
+
+    queries, keys = (None, None, sizes.queries), (None, None, sizes.keys)
+    mixed, sums = pl.pallas_call(
+        partial(_forward_kernel, function, sizes, heads, len(pairs.query), has_sinks),
+        out_shape=[
+            jax.typeof(query).update(shape=(batch, heads, tokens, value_size)),
+            jax.typeof(query).update(shape=(batch, heads, 1, tokens), dtype=jnp.float32),
+        ],
+        grid_spec=tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(pairs) + 1,
+            in_specs=[
+                spec((*queries, size), lambda b, n, i, j: (b, n, i, 0)),
+                spec((*keys, size), lambda b, n, i, j: (b, _divmod(n, group)[0], j, 0)),
+                spec((*keys, value_size), lambda b, n, i, j: (b, _divmod(n, group)[0], j, 0)),
+                spec((None, 1, sizes.queries), lambda b, n, i, j: (b, 0, i)),
+                spec((None, 1, sizes.keys), lambda b, n, i, j: (b, 0, j)),
+            ],
+            out_specs=[
+                spec((*queries, value_size), lambda b, n, i, j: (b, n, i, 0)),
+                spec((None, None, 1, sizes.queries), lambda b, n, i, j: (b, n, 0, i)),
+            ],
+            grid=(batch * heads, count),
+            scratch_shapes=[
+                tpu.VMEM((sizes.queries, LANES), jnp.float32),
+                tpu.VMEM((sizes.queries, LANES), jnp.float32),
+                tpu.VMEM((sizes.queries, value_size), jnp.float32),
+            ],
+        ),
+        compiler_params=_parameters("parallel", "arbitrary"),
+        interpret=interpret,
+        name="splash_forward",
+    )(*pairs, start, query, key, value, segments[:, None], key_segments[:, None])
+    return mixed, sums[:, :, 0]
+
+
+def _forward_kernel(
+    function: ScoreFunction,
+    sizes: BlockSizes,
+    heads: int,
+    num_pairs: int,
+    has_sinks: bool,
+    *refs: Any,
+) -> None:
+    """Add one block of keys to the output of a block of queries (online softmax)."""
+    pairs, start, refs = BlockPairs(*refs[:5]), refs[5], refs[6:]
+    query, key, value, segments, key_segments, out, sums, top, total, mixed = refs
+    (sequence, head), step = _divmod(pl.program_id(0), heads), pl.program_id(1)
+    flags = pairs.flags[sequence * num_pairs + step]
+
+    @pl.when(flags & _FIRST != 0)
+    def _() -> None:
+        # A sink is a score without a value.
+        top[...] = jnp.full(top.shape, start[head] if has_sinks else _MASKED_SCORE)
+        total[...] = jnp.full(total.shape, 1.0 if has_sinks else 0.0)
+        mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
+
+    def add(part: pl.Slice, is_masked: bool) -> None:
+        scores, _ = _scores(function, _dot(query[...], key[part], 1, 1))
+        if is_masked:
+            seen = _visible(function, pairs.distance[step] - part.start, scores.shape, 0)
+            seen &= _columns(segments[...], part.size) == key_segments[:, part]
+            scores = jnp.where(seen, scores, _MASKED_SCORE)
+        previous = top[...]
+        highest = jnp.maximum(previous, scores.max(1, keepdims=True))
+        weights = jnp.exp2(scores - _widen(highest, part.size))
+        shrink = jnp.exp2(previous - highest)
+        values, added = value[part], None
+        if _sums_by_matmul(values.shape[1]):
+            ones = jnp.ones((part.size, LANES), values.dtype)
+            products = _dot(weights.astype(values.dtype), lax.concatenate([values, ones], 1), 1, 0)
+            products, added = products[:, :-LANES], products[:, -LANES:]
+        else:
+            products = _dot(weights.astype(values.dtype), values, 1, 0)
+            added = weights.sum(1, keepdims=True)
+        top[...] = highest
+        total[...] = total[...] * shrink + added
+        mixed[...] = mixed[...] * _widen(shrink, mixed.shape[1]) + products
+
+    _for_visible_parts(flags, sizes, add)
+
+    @pl.when(flags & _LAST != 0)
+    def _() -> None:
+        is_empty = total[...] == 0
+        inverse = 1 / jnp.where(is_empty, 1, total[...])
+        out[...] = (mixed[...] * _widen(inverse, mixed.shape[1])).astype(out.dtype)
+        log_sum = jnp.where(is_empty, _MASKED_SCORE, top[...] + jnp.log2(total[...]))
+        sums[...] = jnp.transpose(log_sum)[:1] / _LOG2_E
+
+
+def _sums_by_matmul(value_size: int) -> bool:
+    """Return whether a matmul computes the sums of weights in columns that are otherwise unused."""
+    width = tpu_cores().matrix_width
+    return value_size % LANES == 0 and value_size % width == width - LANES and width > LANES
+
+
+# Backward pass.
+
+
+def backward(
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B G S H"],
+    value: Float[Array, "B G S v"],
+    segments: Int[Array, "B T"],
+    key_segments: Int[Array, "B S"],
+    first: Int[Any, " I"],
+    mixed: Float[Array, "B N T v"],
+    sums: Float[Array, "B N T"],
+    d_mixed: Float[Array, "B N T v"],
+    *,
+    function: ScoreFunction,
+    sizes: BlockSizes,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B G S H"], Float[Array, "B G S v"]]:
+    """Return the gradients of the queries before scaling, of the keys and of the values.
+
+    The queries have been multiplied by `function.query_scale`. `mixed` and `sums` are the results
+    of the forward pass.
+    """
+    products = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
+    sums = sums * _LOG2_E
+    span, parts = _query_span(query, key, value, sizes)
+    run = partial(
+        _backward_span,
+        key=key,
+        value=value,
+        key_segments=key_segments,
+        function=function,
+        sizes=sizes,
+        parts=parts,
+        sums_spans=span < query.shape[2],
+        interpret=interpret,
+    )
+    d_query, d_key, d_value = [], None, None
+    for start in range(0, query.shape[2], span):
+        part = slice(start, start + span)
+        blocks = slice(start // sizes.queries, (start + span) // sizes.queries)
+        rows = (query, d_mixed, sums, products)
+        found, *more = run(
+            *(each[:, :, part] for each in rows), segments=segments[:, part], first=first[blocks]
+        )
+        d_query.append(found)
+        d_key = more[0] if d_key is None else d_key + more[0]
+        d_value = more[1] if d_value is None else d_value + more[1]
+    assert d_key is not None and d_value is not None
+    return lax.concatenate(d_query, 2), d_key.astype(key.dtype), d_value.astype(value.dtype)
+
+
+def _query_span(query: Array, key: Array, value: Array, sizes: BlockSizes) -> tuple[int, int]:
+    """Return the number of query tokens of a kernel call, and the number of parts into which the
+    query heads of a key head are divided.
+
+    A part is processed like a separate key head, so that fewer gradients are in on-chip memory. An
+    even number of heads occupies both cores of a device.
+    """
+    batch, heads, tokens, size = query.shape
+    group, item = heads // key.shape[1], query.dtype.itemsize
+    width = size + value.shape[3]
+    blocks = 2 * item * (sizes.queries * (width + size) + 2 * sizes.keys * width)
+    scratch = 4 * sizes.keys * width
+    temporary = 4 * _NUM_TEMPORARIES * sizes.queries * sizes.keys_at_once
+    left = _VMEM_SHARE * tpu_cores().vmem_mib * 2**20 - blocks - scratch - temporary
+    divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
+    fits = [parts for parts in divisors if 4 * group // parts * tokens * size <= left]
+    if not fits:
+        count = tokens // sizes.queries
+        most = max(1, int(left // (4 * sizes.queries * size)))
+        per_call = max(
+            number for number in range(1, count + 1) if not count % number and number <= most
+        )
+        return per_call * sizes.queries, group
+    is_even = [parts for parts in fits if batch * key.shape[1] * parts % tpu_cores().number == 0]
+    return tokens, (is_even or fits)[0]
+
+
+def _backward_span(
+    query: Array,
+    d_mixed: Array,
+    sums: Array,
+    products: Array,
+    *,
+    segments: Array,
+    first: Any,
+    key: Array,
+    value: Array,
+    key_segments: Array,
+    function: ScoreFunction,
+    sizes: BlockSizes,
+    parts: int,
+    sums_spans: bool,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of some queries, and their contribution to those of keys and values."""
+    batch, heads, tokens, size = query.shape
+    value_size, key_heads = value.shape[3], key.shape[1]
+    group = heads // key_heads // parts
+    pairs, count = list_pairs(function, sizes, first, segments, key_segments, by_key=True)
+
+    def spec(block: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
+        def place(h: Any, p: Any, g: Any, query: Any, key: Any, *_: Any) -> tuple[Any, ...]:
+            sequence, part = _divmod(h, key_heads * parts)
+            return index(sequence, part, part * group + g, query[p], key[p])
+
+        return pl.BlockSpec(block, place)
+
+    def completed(h: Any, p: Any, g: Any, *scalars: Any) -> tuple[Any, ...]:
+        at = BlockPairs(*scalars)
+        sequence, part = _divmod(h, key_heads * parts)
+        is_last = at.flags[sequence * len(pairs.query) + p] & _QUERY_LAST != 0
+        return sequence, part * group + jnp.where(is_last, g, 0), at.completed[p], 0
+
+    queries, keys = (None, None, sizes.queries), (None, None, sizes.keys)
+    per_query = spec((None, None, 1, sizes.queries), lambda b, r, n, i, j: (b, n, 0, i))
+    row = lambda width: spec((*queries, width), lambda b, r, n, i, j: (b, n, i, 0))  # noqa: E731
+    column = lambda width: spec(  # noqa: E731
+        (*keys, width), lambda b, r, n, i, j: (b, _divmod(r, parts)[0], j, 0)
+    )
+    summed = lambda width: spec((*keys, width), lambda b, r, n, i, j: (b, r, j, 0))  # noqa: E731
+    dtype = jnp.float32 if parts > 1 or sums_spans else key.dtype
+    like = jax.typeof(key).update(dtype=dtype)
+    d_query, *gradients = pl.pallas_call(
+        partial(_backward_kernel, function, sizes, key_heads * parts, len(pairs.query)),
+        out_shape=[
+            jax.typeof(query),
+            like.update(shape=(batch, key_heads * parts, *key.shape[2:])),
+            like.update(shape=(batch, key_heads * parts, *value.shape[2:])),
+        ],
+        grid_spec=tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(pairs),
+            in_specs=[
+                row(size),
+                column(size),
+                column(value_size),
+                row(value_size),
+                per_query,
+                per_query,
+                spec((None, 1, sizes.queries), lambda b, r, n, i, j: (b, 0, i)),
+                spec((None, 1, sizes.keys), lambda b, r, n, i, j: (b, 0, j)),
+            ],
+            out_specs=[
+                pl.BlockSpec((*queries, size), completed),
+                summed(size),
+                summed(value_size),
+            ],
+            grid=(batch * key_heads * parts, count, group),
+            scratch_shapes=[
+                tpu.VMEM((group, size, tokens), jnp.float32),
+                tpu.VMEM((size, sizes.keys), jnp.float32),
+                tpu.VMEM((value_size, sizes.keys), jnp.float32),
+            ],
+        ),
+        compiler_params=_parameters("parallel", "arbitrary", "arbitrary"),
+        interpret=interpret,
+        name="splash_backward",
+    )(
+        *pairs,
+        query,
+        key,
+        value,
+        d_mixed,
+        sums[:, :, None],
+        products[:, :, None],
+        segments[:, None],
+        key_segments[:, None],
+    )
+    if parts > 1:
+        shape = (batch, key_heads, parts)
+        gradients = [each.reshape(*shape, *each.shape[2:]).sum(2) for each in gradients]
+    return d_query, *gradients
+
+
+def _backward_kernel(
+    function: ScoreFunction, sizes: BlockSizes, key_heads: int, num_pairs: int, *refs: Any
+) -> None:
+    """Add the gradients of one pair of blocks.
+
+    Scores are transposed: keys are rows and queries are columns. Sums of gradients are transposed
+    as well, so that their matmuls use the full width of the matrix units, and blocks of scores need
+    no transpose.
+    """
+    pairs, refs = BlockPairs(*refs[:5]), refs[5:]
+    query, key, value, d_mixed, sums, products, segments, key_segments, *refs = refs
+    d_query, d_key, d_value, query_total, key_total, value_total = refs
+    step, head = pl.program_id(1), pl.program_id(2)
+    sequence, _ = _divmod(pl.program_id(0), key_heads)
+    flags = pairs.flags[sequence * num_pairs + step]
+    tokens = pl.ds(pl.multiple_of(pairs.query[step] * sizes.queries, LANES), sizes.queries)
+
+    @pl.when((flags & _FIRST != 0) & (head == 0))
+    def _() -> None:
+        key_total[...] = jnp.zeros(key_total.shape, jnp.float32)
+        value_total[...] = jnp.zeros(value_total.shape, jnp.float32)
+
+    @pl.when(flags & _QUERY_FIRST != 0)
+    def _() -> None:
+        empty = jnp.zeros((query_total.shape[1], sizes.queries), jnp.float32)
+        query_total[head, :, tokens] = empty
+
+    def add(part: pl.Slice, is_masked: bool) -> None:
+        keys, rows, cotangents = key[part], query[...], d_mixed[...]
+        scores, slope = _scores(function, _dot(keys, rows, 1, 1))
+        if is_masked:
+            seen = _visible(function, pairs.distance[step] - part.start, scores.shape, 1)
+            seen &= _columns(key_segments[:, part], sizes.queries) == segments[...]
+            scores = jnp.where(seen, scores, _MASKED_SCORE)
+        weights = jnp.exp2(scores - sums[...])
+        d_values = _dot(jnp.transpose(cotangents), weights.astype(cotangents.dtype), 1, 1)
+        value_total[:, part] = value_total[:, part] + d_values
+        d_scores = weights * (_dot(value[part], cotangents, 1, 1) - products[...])
+        d_scores = (d_scores if slope is None else d_scores * slope).astype(rows.dtype)
+        key_total[:, part] = key_total[:, part] + _dot(jnp.transpose(rows), d_scores, 1, 1)
+        d_rows = _dot(jnp.transpose(keys), d_scores, 1, 0)
+        query_total[head, :, tokens] = query_total[head, :, tokens] + d_rows
+
+    _for_visible_parts(flags, sizes, add)
+
+    @pl.when(flags & _QUERY_LAST != 0)
+    def _() -> None:
+        total = query_total[head, :, tokens] * function.scale
+        d_query[...] = jnp.transpose(total).astype(d_query.dtype)
+
+    @pl.when((flags & _LAST != 0) & (head == pl.num_programs(2) - 1))
+    def _() -> None:
+        scale = function.scale / function.query_scale
+        d_key[...] = jnp.transpose(key_total[...] * scale).astype(d_key.dtype)
+        d_value[...] = jnp.transpose(value_total[...]).astype(d_value.dtype)
+
+
+# Shared by both kernels.
+
+
+def _for_visible_parts(flags: Array, sizes: BlockSizes, add: Any) -> None:
+    """Call `add(part, is_masked)` for the parts of a key block, unless the block is skipped."""
+
+    def run(is_masked: bool) -> None:
+        for start in range(0, sizes.keys, sizes.keys_at_once):
+            add(pl.ds(start, sizes.keys_at_once), is_masked)
+
+    kind = flags & (_MASKED | _SKIPPED)
+    pl.when(kind == 0)(partial(run, False))
+    pl.when(kind == _MASKED)(partial(run, True))
+
+
+def _scores(function: ScoreFunction, products: Array) -> tuple[Array, Array | None]:
+    """Return the scores times log2(e), and the slope of the soft cap."""
+    if not function.soft_cap:
+        return products, None
+    capped = jnp.tanh(products)
+    return function.soft_cap * _LOG2_E * capped, 1 - capped * capped
+
+
+def _visible(
+    function: ScoreFunction, distance: Array, shape: tuple[int, ...], query_dim: int
+) -> Bool[Array, "_ _"]:
+    """Return the causal and window mask; `distance` is that of the first query from the first
+    key.
+    """
+    seen = jnp.ones(shape, jnp.bool_)
+    if not function.causal and not function.window:
+        return seen
+    queries, keys = (
+        lax.broadcasted_iota(jnp.int32, shape, dim) for dim in (query_dim, 1 - query_dim)
+    )
+    relative = queries - keys
+    if function.window:
+        seen = relative < function.window - distance
+    if function.causal:
+        causal = relative >= -distance
+        seen = seen & causal if function.window else causal
+    return seen
+
+
+def _columns(row: Int[Array, "1 K"], width: int) -> Int[Array, "K width"]:
+    """Return the transpose of a row, repeated `width` times (a multiple of the lane count)."""
+    column = jnp.transpose(jnp.broadcast_to(row, (LANES, row.shape[1])))
+    return _widen(column, width)
+
+
+def _widen(column: Shaped[Array, "K L"], width: int) -> Shaped[Array, "K width"]:
+    """Repeat an array whose columns are equal."""
+    copies = -(-width // LANES)
+    return (column if copies == 1 else jnp.tile(column, (1, copies)))[:, :width]
+
+
+def _divmod(number: Any, divisor: int) -> tuple[Any, Any]:
+    """Divide a number that is not negative, with fewer instructions than Python's operators."""
+    number = jnp.asarray(number, jnp.int32)
+    return lax.div(number, jnp.int32(divisor)), lax.rem(number, jnp.int32(divisor))
+
+
+def _dot(first: Array, second: Array, first_dim: int, second_dim: int) -> Array:
+    """Contract one dim of each operand, with float32 sums."""
+    dims = (((first_dim,), (second_dim,)), ((), ()))
+    return lax.dot_general(first, second, dims, preferred_element_type=jnp.float32)
+
+
+def _parameters(*semantics: Any) -> tpu.CompilerParams:
+    return tpu.CompilerParams(
+        dimension_semantics=semantics, vmem_limit_bytes=tpu_cores().vmem_mib * 2**20
+    )

@@ -1,0 +1,49 @@
+"""Cores of TPUs: the numbers that Pallas kernels select their tiles by."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from maxpipe.parallel.mesh import mesh_device_kind
+
+
+class TpuCores(NamedTuple):
+    """Cores of a device, with published rates, to compare tile sizes."""
+
+    number: int
+    """Number of cores of a device. Each of them processes different heads or columns of the
+    output."""
+    macs: int
+    """Multiply-adds of one core per cycle."""
+    num_bytes: int
+    """Bytes that one core reads or writes per cycle."""
+    vmem_mib: int = 32
+    """Memory of one core in MiB that a kernel can use: half of the memory, or all of it on v4."""
+    matmul_step: int = 150
+    """Cycles by which a grid step of `grouped_matmul` exceeds the time of the matrix units in
+    compiled kernels."""
+    outer_step: int = 700
+    """Cycles of a grid step of `grouped_outer` outside of the matrix units. It also transposes rows
+    and adds to sums in memory."""
+    matrix_width: int = 128
+    """Number of columns of a matrix unit."""
+
+
+_CORES = {
+    r"TPU v4": TpuCores(2, 2**16, 570, vmem_mib=16),
+    r"TPU v5p?": TpuCores(2, 2**16, 790),
+    r"TPU v5 ?(lite|e)": TpuCores(1, 2**16, 550, vmem_mib=64),
+    r"TPU v6 ?(lite|e)": TpuCores(
+        1, 2**18, 940, vmem_mib=64, matmul_step=350, outer_step=900, matrix_width=256
+    ),
+    r"TPU ?7x": TpuCores(1, 2**18, 1680, matmul_step=350, outer_step=900, matrix_width=256),
+}
+"""Cores, keyed by pattern of device kinds."""
+_OTHER_CORES = TpuCores(1, 2**16, 550, vmem_mib=16)
+
+
+def tpu_cores() -> TpuCores:
+    """Return the cores of the devices of the current mesh."""
+    kind = mesh_device_kind()
+    return next((each for name, each in _CORES.items() if re.fullmatch(name, kind)), _OTHER_CORES)
