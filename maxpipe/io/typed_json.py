@@ -108,7 +108,8 @@ def to_dataclass(value: object, kind: type[T]) -> T:
         of, args = hints[name], get_args(hints[name])
         if get_origin(of) is list and dataclasses.is_dataclass(args[0]):
             entries = _require_type(list, items[name], name, "a list")
-            own[name] = [to_dataclass(entry, args[0]) for entry in entries]
+            entry_kind: Any = args[0]
+            own[name] = [to_dataclass(entry, entry_kind) for entry in entries]
         else:
             _check(items[name], of, name)
             own[name] = items[name]

@@ -203,7 +203,7 @@ def _kernels(width: int, hidden: int, row_tile: int) -> Iterator[_Kernel]:
     """Yield the kernels of both projections. The gate and the up projection have the same input."""
     for dim, number, sizes in ((1, 2, (width, hidden)), (0, 1, (hidden, width))):
         yield _Kernel("matmul", dim, 1, row_tile, *sizes)
-        yield _Kernel("transposed", dim, number, row_tile, *sizes[::-1])
+        yield _Kernel("transposed", dim, number, row_tile, sizes[1], sizes[0])
         yield _Kernel("outer", dim, number, row_tile, *sizes)
 
 

@@ -234,7 +234,7 @@ def test_reports_of_other_source_code_are_not_used(
     monkeypatch.setattr(rerank, "compile_step", lambda *_: next(reports))
     for checksum, seconds in (("a", 1.0), ("a", 1.0), ("b", 2.0)):
         monkeypatch.setattr(rerank, "_source_checksum", lambda checksum=checksum: checksum)
-        (found,) = rerank.rerank_by_compiler(best[:1], TOPOLOGY, str, reports=tmp_path)
+        (found,) = rerank.rerank_by_compiler(best[:1], TOPOLOGY, lambda _: None, reports=tmp_path)
         assert found.report is not None and found.report.seconds == seconds
 
 
