@@ -431,7 +431,7 @@ def _add_plan(commands: Commands) -> None:
         "--reports",
         metavar="FOLDER",
         help="with --compile, save the compile reports to this folder, and reuse reports of the "
-        "same layout, topology and package versions",
+        "same layout, topology, source code and package versions",
     )
     parser.add_argument(
         "--fix",

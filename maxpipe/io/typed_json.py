@@ -11,6 +11,7 @@ with a checksum that detects corruption.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -90,6 +91,29 @@ def check_type(value: object, kind: type[T]) -> T:
     """
     _check(value, kind, "it")
     return value  # type: ignore[return-value]
+
+
+def to_dataclass(value: object, kind: type[T]) -> T:
+    """Return an object of JSON as a dataclass. Fields can be lists of dataclasses. Other
+    keys are ignored.
+
+    Raises:
+        ValueError: a field is missing, or a value does not have the type of its field.
+    """
+    items, hints = _require_type(dict, value, "it", "an object"), get_type_hints(kind)
+    own: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(kind)):  # type: ignore[arg-type]
+        if name not in items:
+            raise ValueError(f"it lacks {name}")
+        of, args = hints[name], get_args(hints[name])
+        if get_origin(of) is list and dataclasses.is_dataclass(args[0]):
+            entries = _require_type(list, items[name], name, "a list")
+            entry_kind: Any = args[0]
+            own[name] = [to_dataclass(entry, entry_kind) for entry in entries]
+        else:
+            _check(items[name], of, name)
+            own[name] = items[name]
+    return kind(**own)
 
 
 def _depth(text: str) -> int:

@@ -24,6 +24,7 @@ from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import Hardware
+from maxpipe.io.typed_json import to_dataclass
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.attention import AUTO
 from maxpipe.models.registry import describe
@@ -191,12 +192,16 @@ class CompileReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CompileReport:
-        """Create a report from the result of `to_json`. Unknown keys are ignored."""
-        own = {field.name: values[field.name] for field in dataclasses.fields(cls)}
-        for name in ("collectives", "transfers"):
-            own[name] = [CollectiveTraffic(**each) for each in values[name]]
-        own["entries"] = [ProfileLine(**each) for each in values["entries"]]
-        return cls(**own)
+        """Create a report from the result of `to_json`. Unknown keys are ignored.
+
+        Raises:
+            ValueError: a value is missing or negative, or has a wrong type.
+        """
+        report = to_dataclass(values, cls)
+        numbers = {**dataclasses.asdict(report), **report.pieces, **report.buffers}
+        if any(isinstance(number, int | float) and number < 0 for number in numbers.values()):
+            raise ValueError("it contains a negative number")
+        return report
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON-compatible data, including totals."""

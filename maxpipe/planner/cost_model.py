@@ -489,10 +489,8 @@ class LayerCost:
         exchanged = self.exchange_seconds(action)
         if pipeline.weight_gather != "iteration":
             return own + exchanged
-        gathers = {"F": 1, "B": 1, "I": 1, "W": 0}[action]
-        if pipeline.remat == "chunk" and action in "BI":
-            gathers += 1
-        traffic, scatter = gathers * self.gather, self.scatter if action in "BW" else 0.0
+        traffic = self.model.total_send_seconds(self.traffic.gathered_in(action))
+        scatter = self.scatter if action in "BW" else 0.0
         if hardware.is_tpu:
             own += scatter  # not overlapped by XLA for TPU: see `benchmarks/compile_reports.md`
         else:

@@ -308,8 +308,16 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
         return BYTES[param.own_dtype]
     if param is None or not _is_quantized(sizes, param):
         return sizes.activations.itemsize
+    return 1 if sizes.config.model.matmul == "nvfp4" else num_gathered_arrays(sizes, param)
+
+
+def num_gathered_arrays(sizes: Sizes, param: Param) -> int:
+    """Return 2 if a parameter is quantized separately for the forward and the backward matmul,
+    otherwise 1.
+    """
     model = sizes.config.model
-    return 1 if model.matmul == "nvfp4" or model.matmul_scales == "tensor" else 2
+    is_shared = model.matmul_scales == "tensor" and model.matmul not in BLOCK_SIZES
+    return 2 if _is_quantized(sizes, param) and not is_shared else 1
 
 
 def _is_quantized(sizes: Sizes, param: Param) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -29,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import maxpipe
 from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.schema import Config
@@ -350,14 +352,14 @@ def rerank_by_compiler(
     Without cycle estimates (on GPUs), the layouts that fit keep their predicted order. `best`
     contains the best layouts of a search on this topology. `tell` is called with a line of text
     before each compilation, and `begin` with the name of each phase of a compilation. Reports are
-    saved to the folder `reports` and read from there if the layout, the topology and the package
-    versions are equal.
+    saved to the folder `reports` and read from there if the layout, the topology, the source code
+    of maxpipe and the package versions are equal.
     """
     checked = []
     for number, candidate in enumerate(best, 1):
         tell(_line("compiling", number, len(best), candidate))
         try:
-            report = _compile(candidate.config, topology, begin, reports)
+            report = _compile(candidate.config, topology, tell, begin, reports)
         except ConfigError as error:
             tell(str(error))
             report = None
@@ -366,27 +368,44 @@ def rerank_by_compiler(
 
 
 def _compile(
-    config: Config, topology: Topology, begin: Callable[[str], None], reports: Path | None
+    config: Config,
+    topology: Topology,
+    tell: Callable[[str], None],
+    begin: Callable[[str], None],
+    reports: Path | None,
 ) -> CompileReport:
     """Return the saved report of a layout, or compile the layout and save its report."""
     if reports is None:
         return compile_step(LoadedConfig(config, {}), topology, None, None, begin)
     path = reports / _report_name(config, topology)
-    if path.exists():
-        # A damaged report is replaced.
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            values = parse_json(files.read(path, MAX_REPORT_BYTES), dict[str, Any])
-            return CompileReport.from_json(values)
+    # A missing or damaged report is replaced.
+    with contextlib.suppress(OSError, ValueError):
+        values = parse_json(files.read(path, MAX_REPORT_BYTES), dict[str, Any])
+        return CompileReport.from_json(values)
     report = compile_step(LoadedConfig(config, {}), topology, None, None, begin)
-    files.write(path, json.dumps(report.to_json(), indent=1))
+    try:
+        files.write(path, json.dumps(report.to_json(), indent=1))
+    except OSError as error:
+        tell(f"the compile report was not saved to {path}: {error.strerror or error}")
     return report
 
 
 def _report_name(config: Config, topology: Topology) -> str:
     """Return the file name of a layout's compile report."""
-    facts = [to_dict(config), topology.name, topology.num_slices, versions()]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    return f"{digest.hexdigest()[:24]}.json"
+    hardware = dataclasses.asdict(topology.hardware)
+    metadata = [to_dict(config), topology.name, topology.num_slices, hardware, versions()]
+    text = json.dumps([*metadata, _source_checksum()], sort_keys=True, default=str)
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+@functools.cache
+def _source_checksum() -> str:
+    """Return a checksum of the source code of maxpipe, which can change without a new version."""
+    checksum, package = hashlib.sha256(), Path(maxpipe.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        checksum.update(str(path.relative_to(package)).encode())
+        checksum.update(path.read_bytes())
+    return checksum.hexdigest()
 
 
 def rerank_by_measurement(

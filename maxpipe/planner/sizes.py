@@ -449,16 +449,31 @@ class ActivationSizes:
         """
         layer_type, mesh = self.model.layer_types[kind], self.mesh
         elements = 0.0
-        for (part, name), share in computed_share(layer_type).items():
-            outputs = {name, f"expert_{name}"}
-            if name.endswith("_up"):  # of latents: `key_value_up` computes `key` and `value`
-                outputs |= {*name.split("_")[:-1]}
-            outputs &= {*layer_type.parts[part].activations}
-            if outputs - self.saved_names:
+        for part, name in self.repeated_matmuls(kind):
+            if _outputs(layer_type, part, name):
                 dims = counted(layer_type)[part, name].dims
                 owners = mesh.shards(mesh.owned_over(dims))
+                share = computed_share(layer_type)[part, name]
                 elements += share * mesh.elements(dims, whole=True) * owners
         return elements
+
+    def repeated_matmuls(self, kind: str) -> list[tuple[str, str]]:
+        """Return the (sublayer, name) of each parameter whose matmul in the forward pass is
+        repeated by the backward pass of a layer.
+        """
+        layer_type, remat = self.model.layer_types[kind], self.config.pipeline.remat
+        if remat == "none":
+            return []
+        unread = _unread_products(layer_type)
+        saved = self.saved_names if remat == "names" else frozenset()
+
+        def is_saved(key: tuple[str, str]) -> bool:
+            outputs = _outputs(layer_type, *key)
+            return bool(outputs) and outputs <= saved
+
+        return [
+            key for key in computed_share(layer_type) if key not in unread and not is_saved(key)
+        ]
 
     def saved_bytes(self, kind: str) -> tuple[float, float]:
         """Return the (device, host) bytes saved per layer, or per chunk with `remat=chunk`."""
@@ -533,6 +548,26 @@ class ActivationSizes:
             return total
 
         return {name: num_bytes(kind) for name, kind in self._kinds}
+
+
+def _outputs(layer_type: LayerType, part: str, name: str) -> set[str]:
+    """Return the named activations that the matmul of a parameter computes."""
+    names = {name, f"expert_{name}", f"attention_{name}"}
+    if name.endswith("_up"):  # of latents: `key_value_up` computes `key` and `value`
+        names |= {*name.split("_")[:-1]}
+    return names & {*layer_type.parts[part].activations}
+
+
+def _unread_products(layer_type: LayerType) -> set[tuple[str, str]]:
+    """Return the parameters whose matmuls compute the output of the last branch. A layer's backward
+    pass does not read this output, unless a norm, a scale or a routing weight is applied to it.
+    """
+    last = layer_type.branches[-1]
+    if last.post_norm or last.sum_norm or layer_type.output_scale:
+        return set()
+    if not isinstance(last.part, Experts):
+        return {(last.name, "out"), (last.name, "down")}
+    return set() if "shared_weight" in last.part.params else {(last.name, "shared_down")}
 
 
 @lru_cache(maxsize=64)

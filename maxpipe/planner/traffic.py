@@ -7,8 +7,9 @@ does not import jax.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +20,12 @@ from maxpipe.models.spec import Param, Scores
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, matrix_dims
 from maxpipe.parallel.axes import axis_table
 from maxpipe.planner.memory import loss_blocks
-from maxpipe.planner.memory_terms import block_scale_bytes, gathered_itemsize, zero1_dim
+from maxpipe.planner.memory_terms import (
+    block_scale_bytes,
+    gathered_itemsize,
+    num_gathered_arrays,
+    zero1_dim,
+)
 from maxpipe.planner.sizes import Sizes
 from maxpipe.schedule.table import Schedule
 
@@ -84,8 +90,44 @@ class LayerTraffic:
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
-        """Return the all-gathers of the layer's weights."""
+        """Return the all-gathers of the layer's weights for both passes."""
         return _gather_traffic(self.sizes, self._params)
+
+    @cached_property
+    def gathered_forward(self) -> tuple[CommVolume, ...]:
+        """Return the all-gathers of a forward pass, which does not use the arrays that are
+        quantized for the backward matmuls.
+        """
+        return self._gathered_for(lambda _: 1)
+
+    @cached_property
+    def gathered_backward(self) -> tuple[CommVolume, ...]:
+        """Return the all-gathers of a backward pass, which uses the arrays that are quantized for
+        the forward matmuls only to repeat these matmuls.
+        """
+        repeated = self.sizes.activations.repeated_matmuls(self.name)
+        return self._gathered_for(lambda key: 1 + (key in repeated))
+
+    def _gathered_for(self, passes: Callable[[tuple[str, str]], int]) -> tuple[CommVolume, ...]:
+        """Return the all-gathers of weights that are used in one or both of two directions.
+
+        `passes` returns the number of directions for the (sublayer, name) of a parameter.
+        """
+        params = self.sizes.model.layer_types[self.name].params
+        used = {
+            key: min(1.0, passes(key) / num_gathered_arrays(self.sizes, param))
+            for key, param in params.items()
+        }
+        return _gather_traffic(self.sizes, params.values(), used=used.values())
+
+    def gathered_in(self, action: str) -> list[CommVolume]:
+        """Return the all-gathers in a slot of type `F`, `B`, `I` or `W` with
+        `pipeline.weight_gather=iteration`.
+        """
+        if action in "FW":
+            return [*self.gathered_forward] if action == "F" else []
+        by_chunk = self.sizes.config.pipeline.remat == "chunk"
+        return [*(self.gathered_forward if by_chunk else ()), *self.gathered_backward]
 
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
@@ -121,17 +163,22 @@ def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
     return tuple(CommVolume(axes, num_bytes) for axes, num_bytes in total.items())
 
 
-def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[CommVolume, ...]:
-    """Return the all-gathers or reduce-scatters of parameters, merged if they use the same axes."""
+def _gather_traffic(
+    sizes: Sizes, params: Iterable[Param], size: int = 0, used: Iterable[float] | None = None
+) -> tuple[CommVolume, ...]:
+    """Return the all-gathers or reduce-scatters of parameters, merged if they use the same axes.
+
+    `used` are the fractions of the parameters' bytes that are gathered, 1 by default.
+    """
     mesh = sizes.mesh
     merged: dict[tuple[str, ...], CommVolume] = {}
-    for param in params:
+    for param, fraction in zip(params, used or itertools.repeat(1.0), strict=False):
         if axes := mesh.gathered_over(param.dims):
             itemsize = size or gathered_itemsize(sizes, param)
             whole = itemsize * mesh.elements(param.dims, whole=True)
             whole += 0.0 if size else block_scale_bytes(sizes, param)
             before = merged.get(axes, CommVolume(axes, 0.0, 0))
-            sent = before.num_bytes + mesh.ring_share(axes) * whole
+            sent = before.num_bytes + mesh.ring_share(axes) * whole * fraction
             merged[axes] = CommVolume(axes, sent, before.num_collectives + 1)
     return tuple(merged.values())
 
@@ -371,6 +418,7 @@ class LayerExecutions(NamedTuple):
     """Number of times that the average stage runs a layer, forward and backward, for one
     microbatch."""
     gathered: Mapping[str, float]
+    """Number of gathers outside of the layers' slots."""
     scattered: Mapping[str, float]
     head: float
     """Number of gathers of the output projection, and number of scatters of the projection's
@@ -389,9 +437,7 @@ def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
     layers = sizes.layers.pipelined + sizes.layers.prologue + Counter(ahead)
     run = {kind: runs * count for kind, count in layers.items()}
     if pipeline.weight_gather == "iteration":
-        times = 3 if pipeline.remat == "chunk" else 2
-        gathered = {kind: times * count for kind, count in run.items()}
-        return LayerExecutions(run, gathered, run, sizes.batch.microbatches)
+        return LayerExecutions(run, {}, run, sizes.batch.microbatches)
     once = sizes.layers.prologue + Counter(sizes.layers.mtp)
     if pipeline.weight_gather == "step" or not schedule.weight_window.num_chunk_slots:
         held = once + Counter(sizes.layers.slots)
@@ -464,6 +510,9 @@ def _all_traffic(
         layer, run = LayerTraffic(sizes, kind), of.run.get(kind, 0.0)
         once = None if of.num_grouped is None else of.num_grouped.get(kind, 0.0)
         yield from ((sent, of.gathered.get(kind, 0.0), once) for sent in layer.gathered)
+        if sizes.config.pipeline.weight_gather == "iteration":
+            slots = (*layer.gathered_in("F"), *layer.gathered_in("B"))
+            yield from ((sent, run, None) for sent in slots)
         yield from ((sent, of.scattered.get(kind, 0.0), once) for sent in layer.scattered)
         for exchange in layer.exchanges:
             for action in "FB":
@@ -474,7 +523,14 @@ def _all_traffic(
     yield from ((sent, of.head, None) for sent in (*head.gathered, *head.scattered))
     yield from ((sent, lookups, None) for sent in lookup(sizes))
     yield loss_head_traffic(sizes), sizes.batch.microbatches, None
-    ways = sum(1 for way in schedule.arrivals if way.direction)
+    # The two neighbors of a stage in a ring of two are equal, so that the compiler merges messages.
+    ways = len(
+        {
+            (way.port, way.direction % sizes.mesh.stages)
+            for way in schedule.arrivals
+            if way.direction
+        }
+    )
     yield (
         CommVolume(sizes.mesh.nontrivial_axes(["stage"]), message(sizes)),
         schedule.num_ticks * ways,

@@ -5,9 +5,8 @@ Grouped matmuls are compared with a loop, and the ragged all-to-all with one of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,13 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.errors import Code, ConfigError
-from maxpipe.models.layers.experts import AllToAll, Experts
+from maxpipe.models.layers.experts import AllToAll, ExpertBackend, Experts
 from maxpipe.models.spec import Model
-from maxpipe.nn.expert_backends import dispatch, triton
+from maxpipe.nn.expert_backends import dispatch, mosaic, triton
 from maxpipe.nn.experts import exchange_rows
+from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.collectives import all_to_all, manual_axes_of, mark_varying
-from maxpipe.parallel.mesh import EXPERT
+from maxpipe.parallel.mesh import EXPERT, build_mesh
 from maxpipe.train.kernel_check import (
     KernelCheck,
     KernelDeviation,
@@ -34,10 +34,55 @@ _ROOM, _WIDTH = 24, 256
 """
 _SIZES, _ROW_TILE = (200, 0, 77, 107), 128
 """Number of rows of each expert, for tiles of `_ROW_TILE` rows. One expert has no rows, and the
-others begin inside a tile."""
+others begin inside a tile. Other tiles have proportional numbers of rows."""
 _WIDTHS, _REMAINDER = 1024, 256
 """Larger widths are replaced by about 1024, with the same remainder of the division by 256. The
-kernels then mask the same part of their last tile, and the check needs little memory and time."""
+kernels then mask the same part of their last tile, and the check needs little memory and time.
+TPUs use no masks. Their widths are those of one tile, or of two tiles if the run has several tiles.
+"""
+
+
+class _Kernel(NamedTuple):
+    """A kernel of the projections between the width of the model and that of the experts."""
+
+    kind: Literal["matmul", "transposed", "outer"]
+    dim: int
+    """Expert dim of the weights: 1 for input projections, and 0 for output projections."""
+    number: int
+    """Number of projections that the kernel computes together."""
+    row_tile: int
+    contracted: int
+    """Contracted width, or width of the rows in weight gradients."""
+    width: int
+    """Output width."""
+    tiles: mosaic.Tiles | None = None
+    """Tiles on TPUs, or None if the backend selects them for these sizes."""
+    uses_loop: bool = False
+    """Whether the run uses the loop, because no tiles fit the sizes."""
+
+    @property
+    def description(self) -> str:
+        """Return the sizes that select the compiled kernel."""
+        return f"{self.kind} {' x '.join(map(str, self.tiles or ['loop']))}"
+
+
+class _Case(NamedTuple):
+    """A sublayer, and its kernels."""
+
+    backend: ExpertBackend
+    width: int
+    """Checked input width."""
+    hidden: int
+    """Checked hidden width on one device."""
+    kernels: tuple[_Kernel, ...]
+
+    @property
+    def description(self) -> str:
+        """Return the backend and all sizes."""
+        text = f"{self.backend} {self.width} x {self.hidden}, "
+        if any(kernel.tiles for kernel in self.kernels):
+            return text + ", ".join(kernel.description for kernel in self.kernels)
+        return f"{text}tiles of {self.kernels[0].row_tile} rows"
 
 
 def expert_check(
@@ -54,18 +99,15 @@ def expert_check(
     key = f"model.{family}.expert_backend"
     return KernelCheck(
         "experts",
-        [
-            f"{part.backend} {width} x {hidden}, tiles of {tile} rows"
-            for part, width, hidden, tile in cases
-        ],
-        lambda: [each for case in cases for each in _compare(*case, dtype)],
+        [case.description for case in cases],
+        lambda: [each for case in cases for each in _compare(case, dtype)],
         lambda rule: ConfigError.one(Code.MODEL_EXPERTS, key, None, rule, f"Set {key}=loop."),
     )
 
 
 def exchange_check(model: Model, mesh: Mesh, dtype: str, family: str = "moe") -> KernelCheck:
     """Return the check of the ragged all-to-all over the expert axis of `mesh`."""
-    is_ragged = mesh.devices.flat[0].platform != "cpu" and any(
+    is_ragged = _platform() != "cpu" and any(
         isinstance(part, Experts) and part.permutes_tokens and part.all_to_all == "auto"
         for kind in model.layer_types.values()
         for part in kind.parts.values()
@@ -130,77 +172,142 @@ def compare_exchanges(mesh: Mesh, dtype: str) -> KernelDeviation:
     return KernelDeviation("ragged all-to-all", float(there), float(back), 0.0)
 
 
-def _cases(
-    model: Model, dtype: str, tensor: int, num_tokens: int
-) -> Iterator[tuple[Experts, int, int, int]]:
-    """Yield (sublayer, input width, hidden width on one device, rows per tile) for all distinct
-    sizes.
-    """
-    platform = jax.local_devices()[0].platform
-    uses_loop = platform == "cpu"
-    seen: set[tuple[int, int, int]] = set()
+def _cases(model: Model, dtype: str, tensor: int, num_tokens: int) -> Iterator[_Case]:
+    """Yield all distinct cases."""
+    platform = _platform()
+    seen: set[_Case] = set()
     for kind in model.layer_types.values():
         for part in kind.parts.values():
             if not isinstance(part, Experts) or not part.permutes_tokens:
                 continue
-            if part.backend == "loop" or (part.backend == "auto" and uses_loop):
+            if part.backend == "loop" or (part.backend == "auto" and platform == "cpu"):
                 continue
-            # Tiles on TPUs have at least 128 rows.
-            rows = _rows_per_expert(part, num_tokens) if platform != "tpu" else _ROW_TILE
-            sizes = (
-                _checked_width(part.d_model),
-                _checked_width(-(-part.d_mlp // tensor)),
-                triton.row_tile(rows, dtype),
+            hidden = -(-part.d_mlp // tensor)
+            if platform == "tpu" and part.backend == "auto":
+                with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
+                    case = _tpu_case(part, hidden, dtype, num_tokens)
+            else:
+                rows = triton.row_tile(_num_rows(part, num_tokens) / _num_experts(part), dtype)
+                sizes = _checked_width(part.d_model), _checked_width(hidden)
+                case = _Case(part.backend, *sizes, (*_kernels(*sizes, rows),))
+            if case not in seen and not all(kernel.uses_loop for kernel in case.kernels):
+                seen.add(case)
+                yield case
+
+
+def _platform() -> str:
+    return jax.local_devices()[0].platform
+
+
+def _kernels(width: int, hidden: int, row_tile: int) -> Iterator[_Kernel]:
+    """Yield the kernels of both projections. The gate and the up projection have the same input."""
+    for dim, number, sizes in ((1, 2, (width, hidden)), (0, 1, (hidden, width))):
+        yield _Kernel("matmul", dim, 1, row_tile, *sizes)
+        yield _Kernel("transposed", dim, number, row_tile, sizes[1], sizes[0])
+        yield _Kernel("outer", dim, number, row_tile, *sizes)
+
+
+def _tpu_case(part: Experts, hidden: int, dtype: str, num_tokens: int) -> _Case:
+    """Return a case with the tiles of the run, which depend on all sizes of its matmuls."""
+    num_rows, num_experts = _num_rows(part, num_tokens), _num_experts(part)
+    kernels = []
+    for kernel in _kernels(part.d_model, hidden, _ROW_TILE):
+        sizes = round(num_rows), num_experts, kernel.contracted, kernel.width, dtype
+        tiles = (
+            mosaic.outer_tiles(*sizes, number=kernel.number)
+            if kernel.kind == "outer"
+            else mosaic.matmul_tiles(*sizes, num_pairs=kernel.number)
+        )
+        if tiles is None:
+            kernels.append(kernel._replace(contracted=_ROW_TILE, width=_ROW_TILE, uses_loop=True))
+            continue
+        kernels.append(
+            kernel._replace(
+                row_tile=tiles.rows,
+                contracted=min(kernel.contracted, 2 * tiles.contracted),
+                width=min(kernel.width, 2 * tiles.width),
+                tiles=tiles,
             )
-            if sizes not in seen:
-                seen.add(sizes)
-                yield part, *sizes
+        )
+    return _Case(part.backend, part.d_model, hidden, tuple(kernels))
 
 
-def _rows_per_expert(part: Experts, num_tokens: int) -> float:
-    """Return the mean number of rows per expert in one grouped matmul."""
+def _num_experts(part: Experts) -> int:
+    """Return the number of experts on one device."""
+    return part.num_experts // part.shards
+
+
+def _num_rows(part: Experts, num_tokens: int) -> float:
+    """Return the number of rows in one grouped matmul."""
     if part.rows_received is None or not num_tokens:
-        return _ROW_TILE
-    chunks = part.all_to_all_chunks if part.shards > 1 else 1
-    return part.rows_received * num_tokens / chunks / (part.num_experts // part.shards)
+        return float(_ROW_TILE * _num_experts(part))
+    return part.rows_received * num_tokens / (part.all_to_all_chunks if part.shards > 1 else 1)
 
 
 def _checked_width(width: int) -> int:
     return min(width, _WIDTHS + width % _REMAINDER)
 
 
-def _compare(
-    part: Experts, width: int, hidden: int, row_tile: int, dtype: str
-) -> Iterator[KernelDeviation]:
+def _compare(case: _Case, dtype: str) -> Iterator[KernelDeviation]:
     """Yield the deviations of the input projections and of the output projection."""
-    random, num_experts = np.random.default_rng(0), len(_SIZES)
-    counts = [size * row_tile // _ROW_TILE for size in _SIZES]
-    num_rows, sizes = sum(counts), jnp.asarray(counts, jnp.int32)
-    # The gate and the up projection have the same input.
-    for dim, number, (first, second) in ((1, 2, (width, hidden)), (0, 1, (hidden, width))):
-        shape = [first, second]
-        shape.insert(dim, num_experts)
-        shapes = ((num_rows, first), *[shape] * number, *[(num_rows, second)] * number)
-        given = [jnp.asarray(random.standard_normal(each), dtype) for each in shapes]
+    for dim in (1, 0):
+        kernels = [kernel for kernel in case.kernels if kernel.dim == dim]
+        random = np.random.default_rng(0)
+        given = [_operands(kernel, random, dtype) for kernel in kernels]
 
-        def run(
-            backend: Any, rows: Array, *others: Array, dim: int = dim, number: int = number
-        ) -> list[Array]:
-            multiply = partial(dispatch.grouped_matmul, dim=dim, backend=backend)
-            outer = partial(dispatch.grouped_outer, dim=dim, backend=backend)
-            weights, cotangents = others[:number], others[number:]
-            return [
-                *(multiply([rows], [weight], sizes) for weight in weights),
-                multiply(cotangents, weights, sizes, transposed=True),
-                *outer(rows, cotangents, sizes),
-            ]
+        def all_of(
+            given: Sequence[_Operands], kernels: Sequence[_Kernel] = kernels
+        ) -> Mapping[str, list[Array]]:
+            def run(backend: ExpertBackend, given: Sequence[_Operands]) -> list[Array]:
+                pairs = zip(kernels, given, strict=True)
+                return [each for kernel, arrays in pairs for each in _run(kernel, backend, arrays)]
 
-        def all_of(given: list[Array], run: Any = run) -> Mapping[str, list[Array]]:
-            wide = [each.astype(jnp.float32) for each in given]
+            wide = jax.tree.map(
+                lambda array: array if array.dtype == jnp.int32 else array.astype(jnp.float32),
+                given,
+            )
             with jax.default_matmul_precision("highest"):
-                exact = run("loop", *wide)
-            plain, found = (run(backend, *given) for backend in ("loop", part.backend))
+                exact = run("loop", wide)
+            plain, found = (run(backend, given) for backend in ("loop", case.backend))
             return {"exact": exact, "plain": plain, "found": found}
 
         arrays = jax.device_get(jax.jit(all_of)(given))
-        yield deviation(part.backend, dtype, **arrays)
+        yield deviation(case.backend, dtype, **arrays)
+
+
+class _Operands(NamedTuple):
+    """Random operands of one kernel."""
+
+    sizes: Array
+    """Number of rows of each expert."""
+    rows: list[Array]
+    others: list[Array]
+    """Weights, or cotangents in weight gradients."""
+
+
+def _operands(kernel: _Kernel, random: np.random.Generator, dtype: str) -> _Operands:
+    def draw(*shape: int) -> Array:
+        return jnp.asarray(random.standard_normal(shape, np.float32), dtype)
+
+    counts = [size * kernel.row_tile // _ROW_TILE for size in _SIZES]
+    rows = [draw(sum(counts), kernel.contracted)]
+    if kernel.kind == "outer":
+        others = [draw(sum(counts), kernel.width) for _ in range(kernel.number)]
+    else:
+        shape = [kernel.contracted, kernel.width]
+        shape = shape[::-1] if kernel.kind == "transposed" else shape
+        shape.insert(kernel.dim, len(counts))
+        others = [draw(*shape) for _ in range(kernel.number)]
+        rows += [draw(*rows[0].shape) for _ in others[1:]]
+    return _Operands(jnp.asarray(counts, jnp.int32), rows, others)
+
+
+def _run(kernel: _Kernel, backend: ExpertBackend, given: _Operands) -> Sequence[Array]:
+    """Return the results of a kernel."""
+    sizes, rows, others = given
+    backend = "loop" if kernel.uses_loop else backend
+    options: dict[str, Any] = {"dim": kernel.dim, "backend": backend, "tiles": kernel.tiles}
+    if kernel.kind == "outer":
+        return dispatch.grouped_outer(rows[0], others, sizes, **options)
+    options["transposed"] = kernel.kind == "transposed"
+    return [dispatch.grouped_matmul(rows, others, sizes, **options)]

@@ -94,6 +94,14 @@ def error_text(*arguments: str) -> str:
         ("optim.warmup_ratio=0.5", "Write optim.warmup_steps=1."),
         ("train.stpes=1", "Did you mean train.steps?"),
         ("data.path=[a.jsonl,b.jsonl]", "write a glob pattern such as"),
+        ("--fp4-recipe=nvfp4", "Write model.matmul=nvfp4."),
+        ("fp4_format=e2m1", "Write model.matmul=nvfp4."),
+        ("fp8_recipe=mxfp8", "Write model.matmul=mxfp8."),
+        ("fp8_recipe=blockwise", "Set model.matmul=fp8 model.matmul_scales=block."),
+        ("fp8_format=hybrid", "Set model.matmul=mxfp8 if fp8_recipe is mxfp8"),
+        ("num_layers_at_end_in_bf16=2", "Write model.matmul_unquantized_layers=2."),
+        ("num_layers_at_start_in_bf16=2", "Leave it out"),
+        ("model.matmul=mxfp4", "Set model.matmul=nvfp4, mxfp8"),
     ],
 )
 def test_foreign_key_or_value_suggests_our_setting(given: str, answer: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from itertools import pairwise
 from typing import Any
 
@@ -16,34 +15,17 @@ from maxpipe.parallel import block_scaled_matmul, mxfp8
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
 from maxpipe.parallel.quantized_array import QuantizedArray
 from maxpipe.parallel.quantized_matmul import matmul
+from tests.parallel.block_formats import (
+    POSITIVE_E4M3,
+    decode_e4m3,
+    encode_e4m3,
+    scaled_matmul,
+)
 from tests.parallel.test_quantized_matmul import with_gradients
 
 BLOCK = 32
 quantize: Any = jax.jit(mxfp8.quantize_blocks, static_argnums=1)
 dequantize: Any = jax.jit(mxfp8.dequantize_blocks, static_argnums=1)
-
-
-def decode_e4m3(code: int) -> float:
-    """Return the number with this e4m3 code, in exact arithmetic."""
-    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
-    if (exponent, mantissa) == (15, 7):
-        return math.nan
-    fraction = mantissa / 8 + (exponent > 0)
-    return (-1) ** sign * fraction * 2.0 ** (max(exponent, 1) - 7)
-
-
-POSITIVE = [decode_e4m3(code) for code in range(127)]
-"""Finite e4m3 numbers from 0 to 448, in ascending order."""
-
-
-def encode_e4m3(x: float) -> int:
-    """Return the code of the nearest e4m3 number; ties go to even codes."""
-    size = abs(x)
-    high = min(bisect_left(POSITIVE, size), 126)
-    low = max(high - 1, 0)
-    below, above = size - POSITIVE[low], POSITIVE[high] - size
-    nearest = high if above < below or (above == below and high % 2 == 0) else low
-    return nearest | (128 if math.copysign(1, x) < 0 else 0)
 
 
 def reference_block(block: list[float]) -> tuple[list[int], int]:
@@ -84,7 +66,7 @@ def test_every_element_is_exact_with_every_scale() -> None:
 
 
 def test_rounding_matches_reference() -> None:
-    middles = [(low + high) / 2 for low, high in pairwise(POSITIVE)]
+    middles = [(low + high) / 2 for low, high in pairwise(POSITIVE_E4M3)]
     near = [f(each) for each in middles for f in (float, lambda x: x * (1 + 1e-6))]
     near += [each * (1 - 1e-6) for each in middles] + [-each for each in middles]
     near += [448.0] * (-len(near) % (BLOCK - 1))
@@ -184,14 +166,6 @@ def test_cuda_programs_multiply_8_bit_operands() -> None:
 def test_kernel_operands_give_the_result_of_dequantized_operands(
     contracted: tuple[tuple[int, ...], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def scaled_matmul(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-        """Compute the equivalent that the documentation of the kernel defines."""
-        left, right = (
-            x.astype(jnp.float32) * jnp.repeat(scale.astype(jnp.float32), BLOCK, axis=-1)
-            for x, scale in zip((a, b), scales, strict=True)
-        )
-        return jnp.einsum("bmk,bnk->bmn", left, right)
-
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     shapes = {
         ((2,), (0,)): ((2, 3, 64), (64, 5, 7)),

@@ -14,7 +14,7 @@ from maxpipe.parallel import block_scaled_matmul, nvfp4, stochastic_rounding
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
 from maxpipe.parallel.quantized_array import QuantizedArray
 from maxpipe.parallel.quantized_matmul import matmul, matmuls, split_keys
-from tests.parallel.test_mxfp8 import decode_e4m3, encode_e4m3
+from tests.parallel.block_formats import decode_e4m3, encode_e4m3, scaled_matmul
 from tests.parallel.test_quantized_matmul import with_gradients
 
 BLOCK = 16
@@ -310,14 +310,6 @@ def test_cuda_programs_multiply_4_bit_operands() -> None:
 def test_kernel_operands_give_the_result_of_dequantized_operands(
     dims: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def scaled_matmul(a: jax.Array, b: jax.Array, *scales: jax.Array) -> jax.Array:
-        """Compute the equivalent that the documentation of the kernel defines."""
-        left, right = (
-            x.astype(jnp.float32) * jnp.repeat(scale.astype(jnp.float32), BLOCK, axis=-1)
-            for x, scale in zip((a, b), scales, strict=True)
-        )
-        return jnp.einsum("bmk,bnk->bmn", left, right)
-
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     keys = jax.random.split(jax.random.key(0), 2)
     shape, inside = [(32, 5, 48), (3, 32, 48)][dims - 1], tuple(range(dims))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,111 @@ def test_rerank_reuses_saved_reports(
     for path in tmp_path.iterdir():
         path.write_text("{}")
     assert [each.report for each in run()] == [report, report] and len(compiled) == 6
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _replace_by_link(path: Path) -> None:
+    target = path.parent.parent / "other.txt"
+    target.write_text("not a report")
+    path.unlink()
+    path.symlink_to(target)
+
+
+def _replace_by_large_file(path: Path) -> None:
+    with path.open("r+b") as stream:
+        stream.truncate(rerank.MAX_REPORT_BYTES + 1)
+
+
+def _edit(**changes: Any) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def _write(content: bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(content)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _remove,
+        _replace_by_folder,
+        _replace_by_pipe,
+        _replace_by_link,
+        _replace_by_large_file,
+        *map(_write, (b"", b"{", b"\xff\xfe\x00", b"[]", b"null", b"[" * 100_000, b"{}")),
+        _edit(cycles="1e9"),
+        _edit(temp_bytes=1.5),
+        _edit(temp_bytes=-1),
+        _edit(seconds=float("nan")),
+        _edit(seconds=None),
+        _edit(pieces={"forward": -1.0}),
+        _edit(mesh=[]),
+        _edit(entries=[1]),
+        _edit(collectives=[{"kind": "all-gather"}]),
+        _edit(collectives={"kind": "all-gather"}),
+    ],
+)
+def test_damaged_reports_are_not_used(
+    damage: Callable[[Path], None],
+    best: list[Candidate],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report, compiled = compile_report(1.5), []
+
+    def compile_step(loaded: Any, *_: Any) -> CompileReport:
+        compiled.append(loaded)
+        return report
+
+    monkeypatch.setattr(rerank, "compile_step", compile_step)
+    folder, lines = tmp_path / "reports", []
+    folder.mkdir()
+
+    def run() -> list[rerank.RankedCandidate]:
+        return rerank.rerank_by_compiler(best[:1], TOPOLOGY, lines.append, reports=folder)
+
+    run()
+    (path,) = folder.iterdir()
+    damage(path)
+    (found,) = run()
+    assert found.report == report and len(compiled) == 2
+    is_replaced = path.is_file() and not path.is_symlink()
+    assert is_replaced == (not any("was not saved to" in line for line in lines))
+    if is_replaced:
+        run()
+        assert len(compiled) == 2
+    elif path.is_symlink():
+        assert path.read_text() == "not a report"
+
+
+def test_reports_of_other_source_code_are_not_used(
+    best: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = iter([compile_report(1.0), compile_report(2.0)])
+    monkeypatch.setattr(rerank, "compile_step", lambda *_: next(reports))
+    for checksum, seconds in (("a", 1.0), ("a", 1.0), ("b", 2.0)):
+        monkeypatch.setattr(rerank, "_source_checksum", lambda checksum=checksum: checksum)
+        (found,) = rerank.rerank_by_compiler(best[:1], TOPOLOGY, lambda _: None, reports=tmp_path)
+        assert found.report is not None and found.report.seconds == seconds
 
 
 def compile_report(seconds: float) -> CompileReport:

@@ -84,6 +84,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (experts(dispatch="dense"), {"ici_expert": 2, "ici_context": 2}, {}),
     (experts(capacity_factor=1.25), {"ici_expert": 2, "ici_context": 2}, {}),
     (experts(all_to_all_capacity_factor=1.5), {"ici_expert": 4}, {}),
+    # The messages to both neighbors are one message in a ring of two stages.
+    ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"schedule": "zb_h1"}),
 ]
 
 _NUMBERS = 1100
@@ -135,3 +137,18 @@ def test_predicted_traffic_matches_compiled_program(
 def test_predicted_traffic_of_mxfp8_weights_matches_compiled_program(mesh: dict[str, Any]) -> None:
     """The numbers of both directions and their scales are gathered."""
     check_bytes(config_of(MXFP8, mesh, {"weight_gather": "step"}))
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"remat": "full"},
+        {"remat": "names"},
+        {"remat": "names", "saved_names": ["gate", "up"]},
+        {"remat": "chunk"},
+    ],
+    ids=str,
+)
+def test_slots_gather_only_the_quantized_arrays_that_they_use(pipeline: dict[str, Any]) -> None:
+    """A backward pass uses the arrays for the forward matmuls only to repeat these matmuls."""
+    check_bytes(config_of(MXFP8 | {"num_layers": 2}, {"ici_fsdp": 2}, pipeline))

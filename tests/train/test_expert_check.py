@@ -15,7 +15,7 @@ from maxpipe.models.moe import MoeConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
 from maxpipe.nn import experts
-from maxpipe.nn.expert_backends import ragged_dot, triton
+from maxpipe.nn.expert_backends import dispatch, mosaic, ragged_dot, triton
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.planner.sizes import with_expert_shards
@@ -73,6 +73,52 @@ def test_row_tiles_of_the_run_are_checked(
         assert check.cases[0].endswith(f"tiles of {tile} rows")
         found = check.run()
         assert found is not None and found.ok == (wrong != tile)
+
+
+@pytest.fixture
+def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernels of TPUs, in interpret mode."""
+    monkeypatch.setattr(expert_check_module, "_platform", lambda: "tpu")
+    monkeypatch.setattr(mosaic, "mesh_device_kind", lambda: "TPU v6 lite")
+    monkeypatch.setattr(dispatch.lax, "platform_dependent", lambda *given, tpu, **_: tpu(*given))
+    for name in ("grouped_matmul", "grouped_outer"):
+        run = partial(getattr(mosaic, name), interpret=True)
+        monkeypatch.setattr(mosaic, name, run)
+
+
+def tpu_model(num_tokens: int) -> Model:
+    own = MoeConfig(num_experts=4, top_k=2, d_expert=384)
+    model = describe(replace(MODEL, d_model=256, family="moe", own=own))
+    return with_expert_shards(model, 1, 1, num_tokens, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "rows"),
+    [("grouped_matmul", 256, 128), ("grouped_matmul", 2048, 512), ("grouped_outer", 1024, 256)],
+)
+def test_tpu_kernels_are_checked_with_the_tiles_of_the_run(
+    name: str, num_tokens: int, rows: int, tpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the kernel with tiles of `wrong` rows is wrong."""
+    right = getattr(mosaic, name)
+
+    def run(*given: Any, tiles: mosaic.Tiles, **options: Any) -> Any:
+        factor = 1.1 if tiles.rows == wrong else 1.0
+        products = right(*given, tiles=tiles, **options)
+        return jax.tree.map(lambda product: product * factor, products)
+
+    monkeypatch.setattr(mosaic, name, run)
+    check = expert_check(tpu_model(num_tokens), "bfloat16", num_tokens=num_tokens)
+    (case,) = check.cases
+    assert case.startswith(f"auto 256 x 384, matmul {rows} x ") and f"outer {rows} x" in case
+    for wrong in (rows, 384):
+        found = check.run()
+        assert found is not None and found.ok == (wrong != rows)
+
+
+def test_kernels_without_tiles_are_not_checked_on_tpus(tpu: None) -> None:
+    """No tile of 128 rows divides 200 rows, so that the run uses the loop."""
+    assert not expert_check(tpu_model(100), "bfloat16", num_tokens=100).cases
 
 
 def test_row_tiles_depend_on_shards_and_chunks() -> None:

@@ -26,11 +26,13 @@ def grouped_matmul(
     transposed: bool = False,
     filled: float = 1.0,
     backend: ExpertBackend = "auto",
+    tiles: mosaic.Tiles | None = None,
 ) -> Float[Array, "N J"]:
     """Multiply each row by its expert's weights, and sum over the pairs of rows and weights.
 
     If `transposed` is set, the weights are transposed. `filled` is the mean fraction of rows that
-    have an expert.
+    have an expert. `tiles` are the tile sizes on TPUs, by default those with the lowest estimated
+    time.
     """
     options = {"dim": dim, "transposed": transposed}
     loop = partial(blocks.grouped_matmul, **options)
@@ -40,9 +42,9 @@ def grouped_matmul(
         return loop(rows, weights, sizes)
     first, second = blocks.matrix_shape(weights[0].shape, dim)
     dims = (second, first) if transposed else (first, second)
-    kernel, tiles = (
-        loop,
-        mosaic.matmul_tiles(len(rows[0]), len(sizes), *dims, rows[0].dtype, num_pairs=len(rows)),
+    kernel, num_pairs = loop, len(rows)
+    tiles = tiles or mosaic.matmul_tiles(
+        len(rows[0]), len(sizes), *dims, rows[0].dtype, num_pairs=num_pairs
     )
     if tiles:
         kernel = partial(mosaic.grouped_matmul, **options, tiles=tiles, filled=filled)
@@ -64,8 +66,12 @@ def grouped_outer(
     dim: int,
     filled: float = 1.0,
     backend: ExpertBackend = "auto",
+    tiles: mosaic.Tiles | None = None,
 ) -> tuple[Float[Array, "_ _ _"], ...]:
-    """Sum the outer products of rows and each array of cotangents for each expert."""
+    """Sum the outer products of rows and each array of cotangents for each expert.
+
+    `tiles` are the tile sizes on TPUs, by default those with the lowest estimated time.
+    """
 
     def each(run: Callable[..., Array]) -> Callable[..., tuple[Array, ...]]:
         return lambda rows, cotangents, sizes: tuple(
@@ -78,10 +84,8 @@ def grouped_outer(
     if backend == "loop":
         return loop(rows, cotangents, sizes)
     dims = rows.shape[1], cotangents[0].shape[1]
-    kernel, tiles = (
-        loop,
-        mosaic.outer_tiles(len(rows), len(sizes), *dims, rows.dtype, number=len(cotangents)),
-    )
+    kernel, number = loop, len(cotangents)
+    tiles = tiles or mosaic.outer_tiles(len(rows), len(sizes), *dims, rows.dtype, number=number)
     if tiles:
         kernel = partial(mosaic.grouped_outer, dim=dim, tiles=tiles, filled=filled)
     return lax.platform_dependent(
