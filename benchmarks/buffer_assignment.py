@@ -47,7 +47,7 @@ def read_sizes(folder: Path) -> tuple[int, int, int]:
 
 
 def _read(folder: Path, kind: str) -> str:
-    (path,) = folder.glob(f"*.{PREFIX}-{kind}.txt")
+    (path,) = folder.glob(f"*{PREFIX}-{kind}.txt")
     return path.read_text(encoding="utf-8")
 
 

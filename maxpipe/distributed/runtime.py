@@ -216,7 +216,8 @@ _GPU_OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
 """Overlap the exchange of one chunk of tokens with the experts of another. Without this option,
 XLA orders a quarter of the transfers so that no computation is left to overlap with. The option
 makes a step on one H100 1% slower (`benchmarks/gpu_checklist.md`), and does not change how XLA
-overlaps the gathers and reductions of dense models."""
+overlaps the gathers and reductions of dense models. No other tested option increases this overlap
+(`benchmarks/device_options.md`)."""
 
 
 def compiler_options(

@@ -231,6 +231,64 @@ def ignore_phase(phase: str) -> None:
     """Do nothing; this is the default phase callback."""
 
 
+@dataclass(frozen=True)
+class LoweredStep:
+    """A train step that was traced for the devices of a topology but not yet compiled."""
+
+    config: Config
+    topology: Topology
+    steps: Steps
+    devices: Sequence[Any]
+    program: Any
+    """Lowered program of jax."""
+    seconds: float
+    """Duration of tracing."""
+
+    @property
+    def is_untuned(self) -> bool:
+        """Return whether the compiler selects kernels for absent GPUs, without timing them."""
+        return self.topology.platform == "cuda" and not are_local(self.devices)
+
+    def compile(self, given: Mapping[str, str] | None = None) -> Any:
+        """Compile the step. `given` overrides the run's compiler options; see `compile_step`.
+
+        Raises:
+            ConfigError: the compiler rejects an option, or the step does not fit in memory.
+        """
+        options = dict(self.steps.compiler_options)
+        options |= UNTUNED_GPU_OPTIONS if self.is_untuned else {}
+        options |= given or {}
+        try:
+            return self.program.compile(
+                {name: value for name, value in options.items() if value != ""}
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if is_out_of_device_memory(error):
+                raise _out_of_memory_error(
+                    str(error), self.config, self.steps, self.topology
+                ) from error
+            refused = _option_error(str(error), given or {})
+            raise refused or compiler_version_error(self.topology, error) or error from error
+
+
+def lower_step(
+    loaded: LoadedConfig, topology: Topology, begin: Callable[[str], None] = ignore_phase
+) -> LoweredStep:
+    """Trace a config's train step for the devices of a topology.
+
+    Raises:
+        ConfigError: the config does not match the topology, or no compiler for the topology is
+            installed.
+    """
+    present = topology_devices(topology)
+    config = resolve_config(loaded, topology)
+    steps = build_steps(config, present)
+    start = time.monotonic()
+    begin("tracing the train step")
+    program = _lower(steps, config, topology)
+    return LoweredStep(config, topology, steps, present, program, time.monotonic() - start)
+
+
 def compile_step(
     loaded: LoadedConfig,
     topology: Topology,
@@ -254,39 +312,24 @@ def compile_step(
         count, where = topology.num_devices, "command line: --save"
         action = "Remove --save, or use cpu:1: CPU steps can be saved only for a single device."
         executable.check_devices(topology.platform, count, where, save, action)
-    present = topology_devices(topology)
-    config = resolve_config(loaded, topology)
-    steps = build_steps(config, present)
-    untuned = topology.platform == "cuda" and not are_local(present)
-    if untuned and save is not None:
+    lowered = lower_step(loaded, topology, begin)
+    if lowered.is_untuned and save is not None:
         raise _save_error(save)
-    start = time.monotonic()
-    begin("tracing the train step")
-    lowered = _lower(steps, config, topology)
-    lowered_at = time.monotonic()
-    options = steps.compiler_options | (dict(UNTUNED_GPU_OPTIONS) if untuned else {})
-    options |= given or {}
-    options = {name: value for name, value in options.items() if value != ""}
     begin("compiling the train step")
-    try:
-        compiled = lowered.compile(options)
-    except jax.errors.JaxRuntimeError as error:
-        if is_out_of_device_memory(error):
-            raise _out_of_memory_error(str(error), config, steps, topology) from error
-        refused = _option_error(str(error), given or {}) or compiler_version_error(topology, error)
-        raise refused or error from error
-    done = time.monotonic()
+    start = time.monotonic()
+    compiled = lowered.compile(given)
+    seconds = time.monotonic() - start
     begin("reading the compiled program")
+    config, steps = lowered.config, lowered.steps
     if save is not None:
-        facts = executable.program_metadata(to_dict(config), lowered, present)
+        facts = executable.program_metadata(to_dict(config), lowered.program, lowered.devices)
         executable.save(compiled, save, facts)
     report = build_report(config, topology, steps, compiled)
-    seconds = {"lower_seconds": lowered_at - start, "compile_seconds": done - lowered_at}
-    if untuned:
+    if lowered.is_untuned:
         report = dataclasses.replace(
             report, unknown=_unknown_figures(report.attention, config, topology)
         )
-    return dataclasses.replace(report, **seconds)
+    return dataclasses.replace(report, lower_seconds=lowered.seconds, compile_seconds=seconds)
 
 
 def _lower(steps: Steps, config: Config, topology: Topology) -> Any:

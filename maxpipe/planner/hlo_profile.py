@@ -101,16 +101,21 @@ class Collective:
     """Whether separate instructions start and end the collective."""
     between: tuple[str, ...] = ()
     """Compute instructions between the start and the end of the collective, in scheduled order."""
-    cycles_between: float = 0.0
-    """Total estimated cycles of the instructions in `between`, including those in loops."""
-    cycles_of: Mapping[str, float] = field(default_factory=dict)
-    """Estimated cycles, keyed by instruction so that an instruction that overlaps with several
-    collectives can be counted once."""
-    flops_between: float = 0.0
-    """FLOPs of the matmuls and kernels among the instructions in `between`, including those in
-    loops."""
+    work: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Estimated cycles and FLOPs of each instruction in `between`, including those in loops. An
+    instruction that overlaps with several collectives can be counted once by its name."""
     between_slices: bool = False
     """Whether the hosts transfer the data between slices. If so, `group` contains device IDs."""
+
+    @property
+    def cycles_between(self) -> float:
+        """Return the total estimated cycles of the instructions in `between`."""
+        return sum(cycles for cycles, _ in self.work.values())
+
+    @property
+    def flops_between(self) -> float:
+        """Return the FLOPs of the matmuls and kernels among the instructions in `between`."""
+        return sum(flops for _, flops in self.work.values())
 
     @property
     def total_bytes(self) -> float:
@@ -373,10 +378,11 @@ class _Walk:
             cycles, flops, size = cycles + own[0], flops + own[1], size + own[2]
         return cycles, flops, size
 
-    def _cycles_of(
+    def _work_of(
         self, instructions: Iterable[Instruction], computation: Computation
-    ) -> dict[str, float]:
-        return {op.name: self._instruction_cost(op, computation)[0] for op in instructions}
+    ) -> dict[str, tuple[float, float]]:
+        """Return the cycles and FLOPs of each instruction."""
+        return {op.name: self._instruction_cost(op, computation)[:2] for op in instructions}
 
     def _instruction_cost(
         self, op: Instruction, computation: Computation
@@ -437,7 +443,6 @@ class _Walk:
         # GPU programs have a `start` and a `done` instruction even for synchronous collectives.
         is_async = self._is_start(op) and '"is_sync":true' not in op.attributes
         between = self._between(op, computation) if is_async else []
-        cycles, flops, _ = self._cost_of(between, computation)
         return Collective(
             kind=kind,
             name=op.name,
@@ -448,9 +453,7 @@ class _Walk:
             num_bytes=_sent_bytes(kind, size, len(group)),
             is_async=is_async,
             between=tuple(other.name for other in between),
-            cycles_between=cycles,
-            cycles_of=self._cycles_of(between, computation),
-            flops_between=flops,
+            work=self._work_of(between, computation),
         )
 
     def _cross_slice_collective(
@@ -471,7 +474,6 @@ class _Walk:
         )
         group = group_between_slices(settings["megascale_target"])
         between = self._between(recv, computation)
-        cycles, flops, _ = self._cost_of(between, computation)
         return Collective(
             kind=kind,
             name=recv.name,
@@ -482,9 +484,7 @@ class _Walk:
             num_bytes=_sent_bytes(kind, computation[send.operands[0]].num_bytes, len(group)),
             is_async=True,
             between=tuple(other.name for other in between),
-            cycles_between=cycles,
-            cycles_of=self._cycles_of(between, computation),
-            flops_between=flops,
+            work=self._work_of(between, computation),
             between_slices=True,
         )
 
@@ -506,7 +506,9 @@ class _Walk:
             region="",
             count=0.0,
             num_bytes=(computation[op.operands[1]] if writes else done).num_bytes,
-            cycles_by_instruction=self._cycles_of(work, computation),
+            cycles_by_instruction={
+                name: cycles for name, (cycles, _) in self._work_of(work, computation).items()
+            },
         )
 
     def _wrapped_collective(self, op: Instruction) -> Instruction | None:

@@ -188,28 +188,38 @@ def instruction_kind(entry: InstructionCost) -> str:
     return "elementwise"
 
 
-def exposed_collectives(found: Profile, hardware: Hardware) -> Iterator[tuple[Collective, float]]:
+def exposed_collectives(
+    found: Profile, hardware: Hardware, slices: Sequence[int] = ()
+) -> Iterator[tuple[Collective, float]]:
     """Yield each collective with its total exposed time in seconds.
 
-    Two collectives of the same group cannot both overlap with the same cycles.
+    Two collectives of the same group cannot both overlap with the same work. Without cycle
+    estimates, as on GPUs, only matmuls and kernels count as work. `slices` contains the slice of
+    each device in the program's mesh, if groups of device positions can span several slices.
     """
     clock = hardware.clock_ghz * 1e9
+    rate = hardware.flops * hardware.matmul_efficiency
     left: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
     for collective in found.collectives:
         if len(collective.group) < 2:
             continue
-        seconds = collective_seconds(collective, hardware)
+        spans = len({slices[place] for place in collective.group}) > 1 if slices else False
+        seconds = collective_seconds(collective, hardware, between_slices=spans)
         hidden, free = 0.0, left[collective.group]
-        for name, cycles in collective.cycles_of.items():
-            unused = free.get(name, cycles / clock)
+        for name, (cycles, flops) in collective.work.items():
+            unused = free.get(name, cycles / clock if clock else flops / rate)
             taken = min(unused, seconds - hidden)
             free[name], hidden = unused - taken, hidden + taken
         yield collective, collective.count * (seconds - hidden)
 
 
-def collective_seconds(collective: Collective, hardware: Hardware) -> float:
-    """Return the time in seconds of one collective at the published link bandwidth."""
-    if collective.between_slices:
+def collective_seconds(
+    collective: Collective, hardware: Hardware, *, between_slices: bool = False
+) -> float:
+    """Return the time in seconds of one collective at the published bandwidth of links or, between
+    slices, of the network.
+    """
+    if between_slices or collective.between_slices:
         rate, latency = hardware.network_gb_per_second * 1e9, hardware.network_latency_us
         return collective.num_bytes / rate + latency * 1e-6
     rate = hardware.ways * hardware.link_gb_per_second * 1e9
