@@ -56,6 +56,10 @@ class Case:
     expert: int = 1
     attends: str = "auto"
     """Attention over the context axis: `mesh.context_attention`."""
+    ulysses: int = 0
+    """Number of devices that exchange heads: `mesh.ulysses_size`."""
+    heads: tuple[int, int] = (MODEL.num_heads, MODEL.num_kv_heads)
+    """Number of heads, and number of key/value heads."""
     shard_mode: str = "auto"
     gather: str = "iteration"
     remat: str = "full"
@@ -123,6 +127,7 @@ class Case:
         return MeshConfig(
             **{f"{links[axis]}_{axis}": size for axis, size in sizes.items()},
             context_attention=self.attends,  # type: ignore[arg-type]
+            ulysses_size=self.ulysses,
             shard_mode=self.shard_mode,  # type: ignore[arg-type]
             sequence_parallel=bool(self.split),
             collective_matmul=self.split == "ring",
@@ -139,6 +144,8 @@ class Case:
         config = replace(
             MODEL,
             num_layers=self.layers,
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
             d_model=self.width or math.lcm(MODEL.d_model, self.fsdp * self.expert * self.context),
             dropout=self.dropout,
             tied_embeddings=self.tied,

@@ -56,9 +56,9 @@ from maxpipe.io.files import expand_path, has_home
 from maxpipe.io.formatting import pluralize
 from maxpipe.models.count import total
 from maxpipe.models.registry import describe
-from maxpipe.models.resolve_auto import Divided, words
+from maxpipe.models.resolve_auto import words
 from maxpipe.optim.state_spec import saved_bytes
-from maxpipe.parallel.axes import MESH_AXES, MeshConfig
+from maxpipe.parallel.axes import MESH_AXES, ContextAttention, MeshConfig
 from maxpipe.planner import topology
 
 DEVICE_SECONDS = 300.0
@@ -486,8 +486,8 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
 def _attention(config: Config, platform: str) -> Iterator[CheckResult]:
     """Report the attention backend that `auto` selects on the platform."""
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
-    divided = Divided.from_mesh(config.mesh, sizes)
-    if chosen := words(config.model, platform, config.train.sequence_length, divided):
+    method = ContextAttention.from_config(config.mesh, sizes)
+    if chosen := words(config.model, platform, config.train.sequence_length, method):
         yield CheckResult("attention", "ok", chosen)
 
 

@@ -6,7 +6,7 @@ platform is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.attention import AUTO, CANNOT, Attention
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
-from maxpipe.parallel.axes import MeshConfig, exchanges_heads
+from maxpipe.parallel.axes import ContextAttention
 
 _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
 """Minimum sequence length for which `auto` selects `blockwise`. On CPUs, `blockwise` is faster for
@@ -38,6 +38,10 @@ _LARGE_LOGITS = 2**29
 blocks."""
 
 
+ALONE = ContextAttention()
+"""Sharding in which every device holds full sequences."""
+
+
 class Choice(NamedTuple):
     """The selected backend, and the reasons why preferred backends were not selected."""
 
@@ -45,43 +49,20 @@ class Choice(NamedTuple):
     rejected: tuple[str, ...] = ()
 
 
-class Divided(NamedTuple):
-    """Sizes of the mesh axes that shard tokens and heads, and the context-parallel method."""
-
-    context: int = 1
-    tensor: int = 1
-    method: str = "auto"
-    """Value of `mesh.context_attention`."""
-
-    @property
-    def uses_ring(self) -> bool:
-        """Return True if keys are passed around a ring of devices. With such a ring, scores are
-        computed block by block.
-        """
-        return self.context > 1 and self.method == "ring"
-
-    @classmethod
-    def from_mesh(cls, mesh: MeshConfig, axes: Mapping[str, int]) -> Divided:
-        """Return the sharding on a mesh with the given axis sizes."""
-        return cls(axes["context"], axes["tensor"], mesh.context_attention)
-
-
-ALONE = Divided()
-"""Sharding in which every device holds full sequences."""
-
-
-def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> Choice:
+def choose(
+    model: ModelConfig, platform: str, tokens: int, over_context: ContextAttention = ALONE
+) -> Choice:
     """Return the backend for sequences of `tokens` tokens; `platform` is the platform name used by
     jax.
     """
     if model.attention != AUTO:
         return Choice(model.attention)
-    if divided.uses_ring:
+    if has_ring(model, over_context):
         return Choice("blockwise")
     device = platform if platform in _ORDER else "gpu"
     refused: list[str] = []
     for backend in _ORDER[device]:
-        why = next(_refuses(backend, device, model, tokens, divided), "")
+        why = next(_refuses(backend, device, model, tokens, over_context), "")
         if not why:
             return Choice(backend, tuple(refused))
         refused.append(f"{backend} {why}")
@@ -89,19 +70,22 @@ def choose(model: ModelConfig, platform: str, tokens: int, divided: Divided = AL
 
 
 def resolved(
-    model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE
+    model: ModelConfig, platform: str, tokens: int, over_context: ContextAttention = ALONE
 ) -> ModelConfig:
     """Return the model config with `auto` replaced by the selected backend."""
-    return replace(model, attention=choose(model, platform, tokens, divided).backend)
+    return replace(model, attention=choose(model, platform, tokens, over_context).backend)
 
 
-def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALONE) -> str:
+def words(
+    model: ModelConfig, platform: str, tokens: int, over_context: ContextAttention = ALONE
+) -> str:
     """Describe which backend was selected and why; return "" unless `model.attention=auto`."""
     if model.attention != AUTO:
         return ""
-    backend, refused = choose(model, platform, tokens, divided)
-    if divided.uses_ring:
-        return f"{backend}, because mesh.context_attention=ring computes attention in blocks"
+    backend, refused = choose(model, platform, tokens, over_context)
+    if has_ring(model, over_context):
+        method = over_context.method
+        return f"{backend}, because mesh.context_attention={method} computes attention in blocks"
     chosen = f"{backend}, selected by model.attention=auto on {platform} for {tokens:,} tokens"
     return f"{chosen}: {', '.join(refused)}" if refused else chosen
 
@@ -119,26 +103,20 @@ def loss_block(setting: int, tokens: int, vocabulary: int) -> int:
 
 
 def _refuses(
-    backend: str, device: str, model: ModelConfig, tokens: int, divided: Divided
+    backend: str, device: str, model: ModelConfig, tokens: int, over_context: ContextAttention
 ) -> Iterator[str]:
     if backend not in CANNOT:
         yield "is not available"
         return
-    parts = [
-        part
-        for layer_type in describe(model).layer_types.values()
-        for part in layer_type.parts.values()
-    ]
-    mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
+    mixing = _attention_parts(model)
     lacks = {option for part in mixing for option in part.options & CANNOT[backend]}
     for option in sorted(lacks):
         yield f"does not support {option.replace('_', ' ')}"
     if backend == "blockwise" and tokens < _LONG[device]:
         yield f"requires {_LONG[device]:,} tokens or more"
-    context, tensor, method = divided
+    context = over_context.context
     whole = context == 1 or all(
-        exchanges_heads(method, part.num_heads, _key_heads(part), context, tensor)
-        for part in mixing
+        over_context.exchange_size(part.num_heads, _key_heads(part)) == context for part in mixing
     )
     run = tokens if whole else tokens // (2 * context)  # each device holds two chunks
     if backend == "splash" and run % _SPLASH_TOKENS:
@@ -154,6 +132,23 @@ def _refuses(
                 )
         if tokens % 2:
             yield "requires an even number of tokens"
+
+
+def has_ring(model: ModelConfig, over_context: ContextAttention) -> bool:
+    """Return True if keys are passed around a ring of devices. Scores are then computed block by
+    block.
+    """
+    parts = _attention_parts(model)
+    return any(over_context.ring_size(part.num_heads, _key_heads(part)) > 1 for part in parts)
+
+
+def _attention_parts(model: ModelConfig) -> list[Attention | LatentAttention]:
+    return [
+        part
+        for layer_type in describe(model).layer_types.values()
+        for part in layer_type.parts.values()
+        if isinstance(part, Attention | LatentAttention)
+    ]
 
 
 def _key_heads(part: Attention | LatentAttention) -> int:

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import renamed_from
@@ -60,15 +60,70 @@ ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
 batch axes."""
 
 
-def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
-    """Return whether attention over the context axis exchanges heads (see
-    `mesh.context_attention`).
+_SINGLE = {"context": 1, "tensor": 1}
 
-    With `auto`, heads are exchanged if context x tensor divides both the number of heads and the
-    number of key/value heads.
-    """
-    divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
-    return method == "ulysses" or (method == "auto" and divide)
+
+class ContextAttention(NamedTuple):
+    """Communication method of attention over the context axis, and the sizes that it depends on."""
+
+    method: str = "auto"
+    """Value of `mesh.context_attention`."""
+    ulysses_size: int = 0
+    """Value of `mesh.ulysses_size`."""
+    context: int = 1
+    """Size of the context axis."""
+    tensor: int = 1
+    """Size of the tensor axis."""
+    num_slices: int = 1
+    """Number of slices that the context axis spans."""
+
+    @classmethod
+    def from_config(cls, mesh: MeshConfig, axes: Mapping[str, int] = _SINGLE) -> ContextAttention:
+        """Return the method of a mesh config, on a mesh with the given axis sizes."""
+        return cls(
+            mesh.context_attention,
+            mesh.ulysses_size,
+            axes["context"],
+            axes["tensor"],
+            num_slices=max(1, mesh.dcn_context),
+        )
+
+    def exchange_size(self, heads: int, kv_heads: int) -> int:
+        """Return the number of adjacent devices along the context axis that exchange tokens for
+        heads with each other; 1 means that heads are not exchanged.
+
+        With `auto`, heads are exchanged if context x tensor divides both the number of heads and
+        the number of key/value heads.
+        """
+        if self.context == 1:
+            return 1
+        if self.method == "ulysses_ring":
+            # More devices than key/value heads would send copies of the heads around the ring.
+            inside = self.context // self.num_slices
+            own = math.gcd(heads // self.tensor, max(1, kv_heads // self.tensor), inside)
+            return self.ulysses_size or own
+        shards = self.context * self.tensor
+        divides = heads % shards == 0 and kv_heads % shards == 0
+        exchanges = self.method == "ulysses" or (self.method == "auto" and divides)
+        return self.context if exchanges else 1
+
+    def ring_size(self, heads: int, kv_heads: int) -> int:
+        """Return the number of devices along the context axis that pass keys and values around a
+        ring; 1 means no ring.
+        """
+        if self.method not in ("ring", "ulysses_ring"):
+            return 1
+        return self.context // self.exchange_size(heads, kv_heads)
+
+    def exchanged_kv_heads(self, heads: int, kv_heads: int) -> int:
+        """Return the number of key/value heads, including copies, that are sharded over the devices
+        that exchange heads.
+
+        Each device receives the key/value heads of its query heads. If the devices outnumber the
+        key/value heads, several devices receive the same head.
+        """
+        size = self.exchange_size(heads, kv_heads)
+        return kv_heads if size == 1 else math.lcm(kv_heads, size * self.tensor)
 
 
 def find_zero1_dim(
@@ -162,16 +217,27 @@ class MeshConfig:
     dcn_expert: int = 1
     """Number of expert shards across slices. Devices with different expert shards process different
     shards of the batch."""
-    context_attention: Literal["auto", "all_gather", "ulysses", "ring"] = dataclasses.field(
-        default="auto",
-        metadata=renamed_from(values={"gather": "all_gather", "heads": "ulysses"}),
+    context_attention: Literal["auto", "all_gather", "ulysses", "ring", "ulysses_ring"] = (
+        dataclasses.field(
+            default="auto",
+            metadata=renamed_from(values={"gather": "all_gather", "heads": "ulysses"}),
+        )
     )
     """Communication method for attention over the context axis. `all_gather`: each device gathers
     the keys and values of full sequences. `ulysses`: devices exchange tokens for heads, so that
-    each device computes some of the heads over full sequences; context x tensor must divide both
-    the number of heads and the number of key/value heads. `ring`: keys and values are sent around a
-    ring, so no device holds the keys and values of full sequences; requires `pipeline.idle=compute`
-    or a single stage. `auto`: `ulysses` if the sizes permit it, `all_gather` otherwise."""
+    each device computes some of the heads over full sequences; context x tensor must divide the
+    number of heads, and key/value heads are replicated if there are too few. `ring`: keys and
+    values are sent around a ring, so no device holds the keys and values of full sequences;
+    requires `pipeline.idle=compute` or a single stage. `ulysses_ring`: groups of
+    `mesh.ulysses_size` adjacent devices exchange tokens for heads, and keys and values are sent
+    around a ring of groups (USP, arXiv:2405.07719); has the requirements of a ring. `auto`:
+    `ulysses` if context x tensor divides both the number of heads and the number of key/value
+    heads, `all_gather` otherwise."""
+    ulysses_size: int = 0
+    """Number of adjacent devices along the context axis that exchange tokens for heads; the other
+    factor of the axis is the size of the ring. Must divide the context axis, and ulysses_size x
+    tensor must divide the number of heads. 0 selects the largest size that fits in a slice and
+    requires no copies of key/value heads. Ignored unless `mesh.context_attention=ulysses_ring`."""
     shard_mode: Literal["auto", "explicit"] = "auto"
     """Sharding mode of arrays outside the pipeline. `auto`: the compiler chooses the shardings
     between a program's inputs and outputs. `explicit`: array types include the shardings over all

@@ -285,12 +285,21 @@ def reduce_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Arr
     return _sum_in_float32(partial(add, scatter_dimension=len(before)), compact).reshape(own)
 
 
-def all_to_all(x: jax.Array, axes: str | Sequence[str], split: int, join: int) -> jax.Array:
+def all_to_all(
+    x: jax.Array, axes: str | Sequence[str], split: int, join: int, size: int = 0
+) -> jax.Array:
     """Send each device its chunk along `split`, and concatenate the received chunks along
     `join`.
+
+    If `size` is set, groups of `size` adjacent devices along the axes exchange their chunks.
     """
-    present = _manual_axes(axes)
-    return lax.all_to_all(x, present, split, join, tiled=True) if present else x
+    present, count = _manual_axes(axes), axis_size(axes)
+    if not present or size == 1:
+        return x
+    groups = None
+    if size and size < count:
+        groups = [list(range(first, first + size)) for first in range(0, count, size)]
+    return lax.all_to_all(x, present, split, join, tiled=True, axis_index_groups=groups)
 
 
 def ring_shift(x: jax.Array, axis: str, step: int, size: int) -> jax.Array:
@@ -333,9 +342,18 @@ def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mappin
     return {**batch, **local, FULL_SEGMENT_IDS: batch["segment_ids"]}
 
 
-def local_positions(tokens: int) -> Int[Array, " T"]:
-    """Return the sequence positions of the `tokens` tokens held by this device."""
-    return local_shard(mark_varying(jnp.arange(tokens * axis_size(CONTEXT))), dim=0)
+def num_chunks(group: int = 1) -> int:
+    """Return the number of chunks in which groups of `group` adjacent devices divide sequences."""
+    size = axis_size(CONTEXT)
+    return 2 * size // group if group < size else 1
+
+
+def local_positions(tokens: int, group: int = 1) -> Int[Array, " T"]:
+    """Return the sequence positions of the `tokens` tokens held by this device, or by its group of
+    `group` adjacent devices.
+    """
+    total = tokens * (axis_size(CONTEXT) // group)
+    return local_shard(mark_varying(jnp.arange(total)), 0, group)
 
 
 def contiguous_length(tokens: int) -> int:
@@ -350,10 +368,14 @@ def local_starts(tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
     return shard_starts(axis_index(CONTEXT), tokens)
 
 
-def shard_starts(device: Int[Array, ""], tokens: int) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """Return the start positions of the two chunks of the given device."""
-    run = contiguous_length(tokens)
-    return device * run, (2 * axis_size(CONTEXT) - 1 - device) * run
+def shard_starts(
+    index: Int[Array, ""], tokens: int, group: int = 1
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return the start positions of the two chunks of a group of `group` adjacent devices, which
+    hold `tokens` tokens in total. `index` is the index of the group.
+    """
+    run = tokens // 2
+    return index * run, (num_chunks(group) - 1 - index) * run
 
 
 def full_sequence_length(inputs: Mapping[str, Any]) -> int:
@@ -366,9 +388,11 @@ def gather_sequences(x: Array, dim: int) -> Array:
     return undo_zigzag(all_gather(x, CONTEXT, dim), dim)
 
 
-def undo_zigzag(x: Array, dim: int) -> Array:
-    """Reorder tokens from device order (zig-zag) to sequence order."""
-    size = axis_size(CONTEXT)
+def undo_zigzag(x: Array, dim: int, size: int = 0) -> Array:
+    """Reorder the tokens of `size` adjacent devices from device order (zig-zag) to sequence order;
+    0 means all devices.
+    """
+    size = size or axis_size(CONTEXT)
     if size == 1:
         return x
     pieces = x.reshape(*x.shape[:dim], size, 2, -1, *x.shape[dim + 1 :])
@@ -376,9 +400,10 @@ def undo_zigzag(x: Array, dim: int) -> Array:
     return jnp.concatenate([first, jnp.flip(last, dim)], axis=dim).reshape(x.shape)
 
 
-def apply_zigzag(x: Array, dim: int) -> Array:
-    """Reorder tokens from sequence order to device order (zig-zag)."""
-    size = axis_size(CONTEXT)
+def apply_zigzag(x: Array, dim: int, size: int) -> Array:
+    """Reorder the tokens of `size` adjacent devices from sequence order to device order
+    (zig-zag).
+    """
     if size == 1:
         return x
     pieces = x.reshape(*x.shape[:dim], 2, size, -1, *x.shape[dim + 1 :])
@@ -386,12 +411,14 @@ def apply_zigzag(x: Array, dim: int) -> Array:
     return jnp.stack([first, jnp.flip(last, dim)], axis=dim + 1).reshape(x.shape)
 
 
-def local_shard(rows: Array, dim: int) -> Array:
-    """Return this device's two chunks of the full sequences."""
-    size, place = axis_size(CONTEXT), axis_index(CONTEXT)
-    if size == 1:
+def local_shard(rows: Array, dim: int, group: int = 1) -> Array:
+    """Return the two chunks of the full sequences that this device's group of `group` adjacent
+    devices holds.
+    """
+    count, place = num_chunks(group), axis_index(CONTEXT) // group
+    if count == 1:
         return rows
-    pieces = rows.reshape(*rows.shape[:dim], 2 * size, -1, *rows.shape[dim + 1 :])
-    places = jnp.stack([place, 2 * size - 1 - place])
+    pieces = rows.reshape(*rows.shape[:dim], count, -1, *rows.shape[dim + 1 :])
+    places = jnp.stack([place, count - 1 - place])
     selected = jnp.take(pieces, places, axis=dim)
     return selected.reshape(*rows.shape[:dim], -1, *rows.shape[dim + 1 :])

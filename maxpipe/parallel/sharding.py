@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.errors import Code, ConfigError
-from maxpipe.parallel.axes import MeshConfig, axis_table_with_sequence
+from maxpipe.parallel.axes import ContextAttention, MeshConfig, axis_table_with_sequence
 from maxpipe.parallel.mesh import BATCH_AXES, FSDP, STAGE
 
 Tree = Any
@@ -129,9 +129,8 @@ class AxisRules:
     """Table that maps logical axes to mesh axes, as a hashable object for model code."""
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
-    context_attention: str = "auto"
-    """Communication method for attention over the context axis, as set by `mesh.context_attention`.
-    """
+    context_attention: ContextAttention = ContextAttention()  # noqa: RUF009  frozen
+    """Communication method for attention over the context axis, without the sizes of axes."""
     collective_matmul: bool = False
     """Whether all-gathers and reduce-scatters of tokens run as a ring that overlaps with
     matmuls."""
@@ -142,7 +141,9 @@ class AxisRules:
     def from_config(cls, config: MeshConfig) -> AxisRules:
         """Return the rules of a mesh config, including the overrides in `mesh.axis_rules`."""
         table = {**axis_table_with_sequence(config), "stage": (STAGE,)}
-        return cls(tuple(table.items()), config.context_attention, config.collective_matmul)
+        return cls(
+            tuple(table.items()), ContextAttention.from_config(config), config.collective_matmul
+        )
 
     def for_platform(self, platform: str) -> AxisRules:
         """Return the rules for training on a platform, such as `cpu` or `tpu`."""

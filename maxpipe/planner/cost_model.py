@@ -26,6 +26,7 @@ from maxpipe.planner.traffic import (
     lookup,
     loss_head_traffic,
     message,
+    num_slices,
     regather_traffic,
     tensor_sums,
 )
@@ -72,12 +73,11 @@ class CostModel:
         """Return the time in seconds of one transfer in which all devices send at the same time."""
         if not sent.axes or not sent.num_bytes:
             return 0.0
-        hardware, mesh = self.hardware, self.sizes.config.mesh
-        dcn = math.prod(getattr(mesh, f"dcn_{axis}") for axis in sent.axes)
+        hardware, dcn = self.hardware, num_slices(self.sizes, sent)
         latency = sent.num_collectives * hardware.latency_us * 1e-6
         seconds = sent.num_bytes / (hardware.ways * hardware.link_gb_per_second * 1e9)
         if sent.is_all_to_all:
-            inside = self.sizes.mesh.shards(sent.axes) // dcn
+            inside = (sent.group or self.sizes.mesh.shards(sent.axes)) // dcn
             seconds *= hardware.hops(inside) / hardware.exchange_rate
         if sent.of_tokens:
             seconds /= hardware.tokens_rate

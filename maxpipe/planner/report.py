@@ -11,8 +11,9 @@ from maxpipe.config.sections.train import BatchRamp, RampStage, total_steps
 from maxpipe.hardware import Hardware
 from maxpipe.io.formatting import format_count, format_duration, format_si, pluralize
 from maxpipe.models.count import active_params, num_params, num_trained, total
-from maxpipe.models.resolve_auto import Divided, words
+from maxpipe.models.resolve_auto import words
 from maxpipe.optim.state_spec import saved_bytes
+from maxpipe.parallel.axes import ContextAttention
 from maxpipe.planner import instruction_costs
 from maxpipe.planner.memory import REFERENCE, prologue_bytes
 from maxpipe.planner.memory_terms import TERMS, gib, verdict
@@ -129,8 +130,8 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
     """Return a plan as JSON-compatible data."""
     config, schedule = candidate.config, candidate.schedule
     sizes = Sizes(config).on_platform(hardware.platform)
-    divided = Divided.from_mesh(config.mesh, sizes.mesh.axes)
-    chosen = words(config.model, hardware.platform, config.train.sequence_length, divided)
+    method = ContextAttention.from_config(config.mesh, sizes.mesh.axes)
+    chosen = words(config.model, hardware.platform, config.train.sequence_length, method)
     parameters, trained = num_params(sizes.model), num_trained(sizes.model)
     tokens = config.train.batch_size * config.train.sequence_length
     trained_only = config.adapter.rank > 0

@@ -112,6 +112,8 @@ class Candidate:
         over_context = mesh.ici_context * mesh.dcn_context > 1
         if over_context and mesh.context_attention != default_of("mesh.context_attention"):
             found["mesh.context_attention"] = mesh.context_attention
+            if mesh.context_attention == "ulysses_ring" and mesh.ulysses_size:
+                found["mesh.ulysses_size"] = mesh.ulysses_size
         if pipeline.idle != default_of("pipeline.idle"):
             found["pipeline.idle"] = pipeline.idle
         for name in _LAYOUT:

@@ -15,7 +15,12 @@ from functools import cache
 from typing import Any
 
 from maxpipe.config.schema import Config
-from maxpipe.config.sections.model import has_experts, has_sequential_layers, layer_parts
+from maxpipe.config.sections.model import (
+    has_experts,
+    has_sequential_layers,
+    layer_parts,
+    uses_ring,
+)
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.registry import describe
@@ -217,13 +222,12 @@ def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
     options.
     """
     sizes = Sizes(config)
-    in_ring = config.mesh.context_attention == "ring" and sizes.mesh.axes["context"] > 1
     return _pipeline_options(
         sizes.mesh.stages,
         config.model.num_layers - config.pipeline.prologue_layers,
         sizes.batch.per_device,
         gathers=gathers_weights(sizes),
-        rings=config.mesh.collective_matmul or in_ring,
+        rings=config.mesh.collective_matmul or uses_ring(config),
         saved_names=_saved_names(config),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from maxpipe.config.schema import Config, PipelineConfig
 from maxpipe.config.sections.pipeline import activations
@@ -30,10 +30,10 @@ from maxpipe.models.count import (
 )
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.registry import describe
-from maxpipe.models.resolve_auto import Divided, resolved
+from maxpipe.models.resolve_auto import resolved
 from maxpipe.models.spec import Dims, Held, LayerType, Model, Param, Part, Products, Scores
 from maxpipe.optim.state_spec import BYTES
-from maxpipe.parallel.axes import exchanges_heads
+from maxpipe.parallel.axes import ContextAttention
 from maxpipe.planner.shards import BatchShard, MeshShards
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import Schedule, balance_layers
@@ -241,15 +241,16 @@ class ParameterCounts:
 class ContextMethod(NamedTuple):
     """Method by which an attention operation exchanges keys and values along the context axis."""
 
-    method: Literal["own", "ulysses", "ring", "near", "all_gather"]
-    """Name of the method. `own` means no exchange, because each device has all tokens of its
-    sequences."""
     share: float = 0.0
     """Fraction of the local keys and values that a device sends to all other devices at the same
     time."""
     remote: float = 0.0
-    """Size of the keys and values received from other devices, as a multiple of the local keys and
-    values."""
+    """Size of the keys and values received from other devices, in addition to the size of the local
+    keys and values, as a multiple of the latter."""
+    exchange_size: int = 1
+    """Number of adjacent devices that exchange tokens for heads."""
+    ring_size: int = 1
+    """Number of devices that pass keys and values around a ring."""
 
 
 TPU_LANES = 128
@@ -355,29 +356,33 @@ class ActivationSizes:
         tokens, exchange = self.config.train.sequence_length, self.context_method(scores)
         in_blocks = scores.storage == "block"
         context = self.mesh.axes["context"]
-        if exchange.method in ("all_gather", "near") and not in_blocks:
-            before = exchange.remote if exchange.method == "near" else 2 * context - 1
+        if exchange.share and not in_blocks:
+            before = exchange.share if exchange.share < 1 else 2 * context - 1
             return 2 * round(self.batch.contiguous_tokens**2 * (1 + before))
         return scored_pairs(tokens, by_blocks=in_blocks) // context
 
     def context_method(self, scores: Scores) -> ContextMethod:
         """Return the method by which attention exchanges keys and values with other devices."""
-        mesh, context = self.config.mesh, self.mesh.axes["context"]
+        context = self.mesh.axes["context"]
         if context == 1:
-            return ContextMethod("own")
-        kv_heads = scores.keys[0][0][0]
-        if exchanges_heads(
-            mesh.context_attention, scores.heads, kv_heads, context, self.mesh.tensor
-        ):
-            return ContextMethod("ulysses")
-        if mesh.context_attention == "ring":
-            return ContextMethod("ring")
+            return ContextMethod()
+        method = ContextAttention.from_config(self.config.mesh, self.mesh.axes)
+        kv_heads, logical = scores.keys[0][0]
+        size, ring = (
+            find(scores.heads, kv_heads) for find in (method.exchange_size, method.ring_size)
+        )
+        if size > 1:
+            shards = self.mesh.tensor_shards(scores.axis) // self.mesh.tensor_shards(logical)
+            copies = method.exchanged_kv_heads(scores.heads, kv_heads) / (kv_heads * shards)
+            return ContextMethod(remote=copies - 1.0, exchange_size=size, ring_size=ring)
+        if ring > 1:
+            return ContextMethod(ring_size=ring)
         windows = map(int, self.model.values[scores.window]) if scores.window else ()
         block = self.batch.contiguous_tokens
         before = tokens_before(windows, block)
         if before < block:
-            return ContextMethod("near", before / block, before / block)
-        return ContextMethod("all_gather", 1.0, context - 1.0)
+            return ContextMethod(before / block, before / block)
+        return ContextMethod(1.0, context - 1.0)
 
     def remote_key_elements(self, part: Part) -> float:
         """Return the number of key and value elements received from other devices."""
@@ -597,11 +602,8 @@ class Sizes:
         if platform == self.platform:
             return self
         config = self.config
-        tokens, divided = (
-            config.train.sequence_length,
-            Divided.from_mesh(config.mesh, self.mesh.axes),
-        )
-        model = resolved(config.model, platform, tokens, divided)
+        method = ContextAttention.from_config(config.mesh, self.mesh.axes)
+        model = resolved(config.model, platform, config.train.sequence_length, method)
         return replace(self, config=replace(config, model=model), platform=platform)
 
     @cached_property

@@ -8,6 +8,7 @@ does not import jax.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ class CommVolume(NamedTuple):
     of_tokens: bool = False
     """Whether the collectives gather or reduce-scatter tokens along a dimension other than the
     first."""
+    group: int = 0
+    """Number of adjacent devices along the axes between which data is sent; 0 means all devices."""
 
     def __mul__(self, times: float) -> CommVolume:  # type: ignore[override]
         return self._replace(num_bytes=times * self.num_bytes)
@@ -156,11 +159,13 @@ class LayerTraffic:
 
 
 def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
-    """Merge the communication volumes that use the same mesh axes."""
-    total: dict[tuple[str, ...], float] = defaultdict(float)
+    """Merge the communication volumes that use the same mesh axes and group size."""
+    total: dict[tuple[tuple[str, ...], int], float] = defaultdict(float)
     for volume in sent:
-        total[volume.axes] += volume.num_bytes
-    return tuple(CommVolume(axes, num_bytes) for axes, num_bytes in total.items())
+        total[volume.axes, volume.group] += volume.num_bytes
+    return tuple(
+        CommVolume(axes, num_bytes, group=group) for (axes, group), num_bytes in total.items()
+    )
 
 
 def _gather_traffic(
@@ -239,20 +244,22 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
         return
     context, size = mesh.axes["context"], activations.itemsize
     keys = sum(map(activations.elements, scores.keys))
-    exchange = activations.context_method(scores)
-    if exchange.method == "ulysses":
+    method = activations.context_method(scores)
+    if (group := method.exchange_size) > 1:
+        keys *= 1.0 + method.remote
         all_heads = keys + activations.elements(scores.query) + activations.elements(scores.mixed)
-        once = CommVolume(axes, mesh.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
+        sent = (1.0 - 1.0 / group) * size * all_heads
+        once = CommVolume(axes, sent, 2 + len(scores.keys), is_all_to_all=True, group=group)
         yield TokenExchange(once, once, once)
-    elif exchange.method == "ring":
+    if (ring := method.ring_size) > 1:
         # Float32 gradients travel around the ring together with keys and values.
-        hops = context * len(scores.keys)
-        around = CommVolume(axes, context * keys * size, hops)
-        back = CommVolume(axes, context * keys * (size + FLOAT32_BYTES), 2 * hops)
+        hops = ring * len(scores.keys)
+        around = CommVolume(axes, ring * keys * size, hops)
+        back = CommVolume(axes, ring * keys * (size + FLOAT32_BYTES), 2 * hops)
         saves = sizes.config.pipeline.remat == "names" and "context" in activations.saved_names
         yield TokenExchange(around, around * (not saves), back, overlaps=True)
-    else:
-        sent = (context - 1) * exchange.share * size * keys
+    if method.share:
+        sent = (context - 1) * method.share * size * keys
         once = CommVolume(axes, sent, len(scores.keys))
         yield TokenExchange(once, once, once)
 
@@ -465,9 +472,11 @@ def step_end_traffic(sizes: Sizes) -> Iterator[CommVolume]:
     )
 
 
-def link(sizes: Sizes, axes: Iterable[str]) -> str:
-    """Return `dcn` if any of the axes spans slices, otherwise `ici`."""
-    return "dcn" if any(getattr(sizes.config.mesh, f"dcn_{axis}") > 1 for axis in axes) else "ici"
+def num_slices(sizes: Sizes, sent: CommVolume) -> int:
+    """Return the number of slices between which each device sends data."""
+    slices = math.prod(getattr(sizes.config.mesh, f"dcn_{axis}") for axis in sent.axes)
+    inside = sizes.mesh.shards(sent.axes) // slices
+    return slices if not sent.group else max(1, sent.group // inside)
 
 
 def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> dict[str, float]:
@@ -492,11 +501,12 @@ def step_traffic(
     pass recomputes.
     """
     volumes = (sent * times for sent, times, _ in _all_traffic(sizes, schedule, recomputed))
-    return {
-        ("+".join(total.axes), link(sizes, total.axes)): total.num_bytes
-        for total in merge_by_axes(volumes)
-        if total.axes and total.num_bytes
-    }
+    traffic: dict[tuple[str, str], float] = defaultdict(float)
+    for total in merge_by_axes(volumes):
+        if total.axes and total.num_bytes:
+            link = "dcn" if num_slices(sizes, total) > 1 else "ici"
+            traffic["+".join(total.axes), link] += total.num_bytes
+    return dict(traffic)
 
 
 def _all_traffic(

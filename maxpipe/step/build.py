@@ -36,7 +36,7 @@ from maxpipe.errors import Code, ConfigError, MaxpipeError
 from maxpipe.io import redact
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.count import layer_costs
-from maxpipe.models.resolve_auto import Divided, loss_block, resolved
+from maxpipe.models.resolve_auto import loss_block, resolved
 from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.module import make_quantizer
 from maxpipe.objectives import Distill, KlPolicyGradient, Policy, TokenLoss, make_preference
@@ -213,8 +213,8 @@ def build_steps(
             schedule does not support these sizes, or the transformation is not supported.
     """
     platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
-    divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context_attention)
-    model = resolved(model, platform, tokens, divided)
+    sizes = {"context": mesh.shape[CONTEXT], "tensor": mesh.shape[TENSOR]}
+    model = resolved(model, platform, tokens, rules.context_attention._replace(**sizes))
     decoder = Decoder(model, rules.for_platform(platform))
 
     scheduled = partial(_schedule, pipeline, mesh.shape[STAGE])

@@ -37,6 +37,7 @@ from maxpipe.io.formatting import format_count, pluralize
 from maxpipe.models import registry, resolve_auto
 from maxpipe.models.count import active_params, num_params, num_trained
 from maxpipe.models.spec import Model
+from maxpipe.parallel.axes import ContextAttention
 from maxpipe.parallel.mesh import BATCH_AXES, describe_mesh
 from maxpipe.planner.memory_terms import TERMS
 from maxpipe.planner.report import plan_values
@@ -479,8 +480,8 @@ def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple
         ),
         *(("layers", note) for note in described.notes),
     ]
-    divided = resolve_auto.Divided.from_mesh(config.mesh, mesh.shape)
-    if attention := resolve_auto.words(model, device.platform, tokens, divided):
+    method = ContextAttention.from_config(config.mesh, mesh.shape)
+    if attention := resolve_auto.words(model, device.platform, tokens, method):
         lines.append(("attention", attention))
     return [
         *lines,

@@ -102,6 +102,34 @@ BROKEN: list[tuple[str, str, str]] = [
         "model.attention",
         "must be blockwise or auto with mesh.context_attention=ring",
     ),
+    (
+        "mesh.ici_context=4 mesh.context_attention=ulysses_ring mesh.ulysses_size=2 "
+        "model.attention=xla",
+        "model.attention",
+        "must be blockwise or auto with mesh.context_attention=ulysses_ring",
+    ),
+    (
+        "mesh.ici_context=4 mesh.context_attention=ulysses_ring mesh.ulysses_size=2 "
+        "mesh.ici_stage=2",
+        "pipeline.idle",
+        "must be compute with mesh.context_attention=ulysses_ring",
+    ),
+    (
+        "mesh.ici_context=4 mesh.context_attention=ulysses_ring mesh.ulysses_size=3",
+        "mesh.ulysses_size",
+        "must divide context (4)",
+    ),
+    (
+        "mesh.ici_context=16 mesh.context_attention=ulysses_ring mesh.ulysses_size=16",
+        "mesh.ulysses_size",
+        "must divide model.num_heads (8) / tensor (1)",
+    ),
+    (
+        "mesh.ici_context=16 mesh.context_attention=ulysses",
+        "mesh.context_attention",
+        "requires model.num_heads (8) to be a multiple of context (16) x tensor (1)",
+    ),
+    ("mesh.ulysses_size=-1", "mesh.ulysses_size", "at least 0"),
     ("mesh.ici_context=2 model.mtp_heads=1", "mesh.ici_context", "target tokens"),
     (
         "mesh.ici_tensor=4 mesh.sequence_parallel=true train.sequence_length=66",

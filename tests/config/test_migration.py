@@ -297,6 +297,20 @@ def test_pipeline_of_maxtext_keeps_stages_repeats_and_microbatches() -> None:
     )
 
 
+def test_context_axes_of_maxtext_become_one_axis() -> None:
+    overrides = ("context_parallel_strategy=usp", "ici_context_parallelism=2", "steps=5")
+    found = from_maxtext(
+        "models/llama3-8b", *overrides, "ici_context_usp_ulysses_parallelism=4", devices=8
+    )
+    _check(
+        found,
+        {
+            **{"mesh.ici_context": 8, "mesh.context_attention": "ulysses_ring"},
+            **{"mesh.ulysses_size": 4},
+        },
+    )
+
+
 def test_profiler_of_maxtext_profiles_the_same_steps() -> None:
     """MaxText counts steps from 0, and skips the first one by default."""
     files = {"profile.at", "profile.steps"}
@@ -417,6 +431,7 @@ def test_learning_rate_of_every_step_equals_that_of_the_peer(
         ("engram_layers=[1,4]", "engram"),
         ("use_multimodal=true", "text only"),
         ("ici_fsdp_transpose_parallelism=2", "no such axis"),
+        ("ici_context_usp_ulysses_parallelism=2", "only used with context_parallel_strategy=usp"),
         ("opt_type=sgd", "not supported"),
         ("training_objective=block_diffusion", "not supported"),
         ("stepz=3", "Did you mean steps?"),

@@ -13,7 +13,8 @@ from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.layers.attention import CANNOT
-from maxpipe.models.resolve_auto import Divided, choose, resolved, words
+from maxpipe.models.resolve_auto import choose, resolved, words
+from maxpipe.parallel.axes import ContextAttention
 from tests import cases
 
 MODEL = replace(cases.MODEL, head_dim=64, compute_dtype="bfloat16")
@@ -71,7 +72,7 @@ def test_auto_prefers_splash_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(MODEL, "tpu", 8200).backend == "blockwise"
     assert choose(MODEL, "tpu", 200).backend == "xla"
     # A device that holds chunks of 64 tokens has no whole kernel block.
-    gathered, exchanged = Divided(64, method="all_gather"), Divided(2, 1)
+    gathered, exchanged = ContextAttention("all_gather", context=64), ContextAttention(context=2)
     assert choose(MODEL, "tpu", 8192, gathered).backend == "blockwise"
     # If heads are exchanged, each device has whole sequences.
     assert choose(MODEL, "tpu", 128, exchanged).backend == "splash"
@@ -85,11 +86,15 @@ def test_auto_prefers_splash_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ring_attention_always_uses_blockwise() -> None:
-    ring = Divided(2, method="ring")
+    ring = ContextAttention("ring", context=2)
+    groups = ContextAttention("ulysses_ring", 2, context=4)
     for platform in ("cpu", "tpu"):
         assert choose(MODEL, platform, 16, ring) == ("blockwise", ())
         assert words(MODEL, platform, 16, ring).startswith("blockwise, because mesh.context")
+        assert choose(MODEL, platform, 16, groups) == ("blockwise", ())
+        assert "=ulysses_ring" in words(MODEL, platform, 16, groups)
     assert choose(MODEL, "cpu", 16, ring._replace(context=1)).backend == "xla"
+    assert choose(MODEL, "cpu", 16, groups._replace(context=2)).backend == "xla"
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])

@@ -72,6 +72,26 @@ CONTEXT = [
         tied=True,
         layers=7,
     ),
+    # Fewer key/value heads than devices, and numbers that do not divide each other.
+    Case(2, 1, 2, context=4, attends="ulysses", heads=(8, 2)),
+    Case(1, 1, 2, context=4, attends="ulysses", heads=(8, 1), remat="names", attention="blockwise"),
+    Case(1, 1, 2, context=4, attends="ulysses", heads=(12, 6)),
+    Case(1, 1, 2, context=4, attends="ulysses", tensor=2),
+    Case(1, 2, 3, context=2, attends="ulysses", heads=(6, 3), own=GPT_OSS, layers=4, fsdp=2),
+    Case(1, 1, 1, context=8, attends="ulysses"),
+    # Groups that exchange heads, in a ring.
+    Case(2, 1, 3, context=4, attends="ulysses_ring", ulysses=2, idle="compute", own=GPT_OSS),
+    Case(2, 1, 2, context=4, attends="ulysses_ring", idle="compute", schedule="zb_h1"),
+    Case(1, 1, 2, context=8, attends="ulysses_ring", ulysses=2, remat="names"),
+    Case(1, 1, 2, context=8, attends="ulysses_ring", ulysses=4, heads=(4, 1)),
+    Case(1, 1, 2, context=4, attends="ulysses_ring", ulysses=2, tensor=2, own=GEMMA, layers=4),
+    Case(1, 1, 2, context=6, attends="ulysses_ring", ulysses=2, own=MISTRAL, remat="none"),
+    Case(1, 1, 2, context=6, attends="ulysses_ring", ulysses=3, heads=(6, 2), length=24),
+    Case(1, 2, 3, context=4, attends="ulysses_ring", own=LLAMA4, layers=4, fsdp=2, gather="step"),
+    Case(1, 1, 2, context=4, attends="ulysses_ring", ulysses=2, own=LATENT, layers=4),
+    Case(1, 1, 2, context=4, attends="ulysses_ring", ulysses=1),
+    Case(2, 2, 3, context=4, attends="ulysses_ring", ulysses=4, schedule="zb_v", remat="names"),
+    Case(*(2, 2, 3), context=4, attends="ulysses_ring", ulysses=2, idle="compute", dropout=0.3),
 ]
 
 

@@ -735,6 +735,12 @@ DIVIDED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"ici_context": 4} | GATHERED, {}),
     ({}, {"ici_context": 4} | GATHERED, {"attention": "blockwise"}),
     ({}, {"ici_context": 4, "context_attention": "ring"}, {"attention": "blockwise"}),
+    (
+        {},
+        {"ici_context": 4, "context_attention": "ulysses_ring", "ulysses_size": 2},
+        {"attention": "blockwise"},
+    ),
+    ({"num_kv_heads": 1}, {"ici_context": 4, "context_attention": "ulysses"}, {"remat": "none"}),
     (ROUTED, {"ici_expert": 4}, {"remat": "none"}),
     (ROUTED, {"ici_expert": 2, "ici_context": 2}, {"attention": "blockwise"}),
 ]

@@ -67,6 +67,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (BLOCKS, {"ici_context": 4, "context_attention": "ring"}, {}),
     (BLOCKS, {"ici_context": 2, "context_attention": "ring"}, {"remat": "names"}),
     (WINDOWS, {"ici_context": 2, "context_attention": "all_gather"}, {}),
+    ({"num_kv_heads": 1}, {"ici_context": 4, "context_attention": "ulysses"}, {}),
+    (BLOCKS, {"ici_context": 4, "context_attention": "ulysses_ring", "ulysses_size": 2}, {}),
+    (
+        BLOCKS | {"num_kv_heads": 2},
+        {"ici_context": 8, "context_attention": "ulysses_ring", "ulysses_size": 4},
+        {"remat": "names"},
+    ),
     (
         {"num_layers": 8},
         {"ici_stage": 4, "ici_context": 2},
@@ -123,7 +130,7 @@ def check_bytes(
     return counts, run
 
 
-@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 15), ids=str)
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 10, 18), ids=str)
 def test_predicted_traffic_matches_compiled_program(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:

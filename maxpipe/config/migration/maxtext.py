@@ -25,7 +25,7 @@ _AXES = {
 """Mesh axes of MaxText that maxpipe also has, and their names in maxpipe."""
 
 _OTHER_AXES = (
-    *("diloco", "fsdp_transpose", "sequence", "context_usp_ulysses", "context_autoregressive"),
+    *("diloco", "fsdp_transpose", "sequence", "context_autoregressive"),
     *("tensor_sequence", "autoregressive"),
 )
 
@@ -156,6 +156,9 @@ def _mesh(c: Conversion, devices: int | None) -> int:
             size = c[key]
             if size < 1 and size != -1:
                 c.reject(key, "must be at least 1, or -1.", f"Set {key}=1.")
+            if key == "ici_context_parallelism":
+                exchanging = _ulysses_size(c)
+                size = size * exchanging if size > 0 else size
             fixed *= max(1, size)
             if key == "dcn_data_parallelism" and size == -1:
                 size = 1 if c.is_default(key) else -1
@@ -164,15 +167,32 @@ def _mesh(c: Conversion, devices: int | None) -> int:
             key = f"{link}_{theirs}_parallelism"
             c.require(key, (1,), "maxpipe's mesh has no such axis.")
     if not c.is_default("context_parallel_strategy"):
-        strategy = {"all_gather": "all_gather", "ring": "ring", "ulysses": "ulysses"}
+        strategy = {name: name for name in ("all_gather", "ring", "ulysses")}
+        strategy["usp"] = "ulysses_ring"
         theirs = "context_parallel_strategy"
         c.require(theirs, tuple(strategy), "other strategies are not supported.")
-        c.write("mesh.context_attention", c[theirs], theirs)
+        c.write("mesh.context_attention", strategy.get(c[theirs], "auto"), theirs)
     if devices is not None and devices % fixed:
         key = "ici_fsdp_parallelism"
         rule = f"leaves a mesh whose other axes have {fixed} devices, which must divide {devices}."
         c.reject(key, rule, f"Use --devices {fixed * math.ceil(devices / fixed)}.")
     return devices or fixed
+
+
+def _ulysses_size(c: Conversion) -> int:
+    """Write and return the number of devices that exchange heads. maxpipe's context axis includes
+    these devices.
+    """
+    theirs, across = (f"{link}_context_usp_ulysses_parallelism" for link in ("ici", "dcn"))
+    c.require(across, (1,), "devices of several slices do not exchange heads.")
+    if c["context_parallel_strategy"] != "usp":
+        c.require(theirs, (1,), "is only used with context_parallel_strategy=usp.")
+        return 1
+    if c[theirs] < 1:
+        c.reject(theirs, "must be at least 1.", f"Set {theirs}=1.")
+        return 1
+    c.write("mesh.ulysses_size", c[theirs], theirs)
+    return c[theirs]
 
 
 def _batch(c: Conversion, count: int, *, is_known: bool) -> None:

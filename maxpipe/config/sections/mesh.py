@@ -24,7 +24,6 @@ from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, has_experts, layer
 from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import Bound
 from maxpipe.models.layers.gated_delta import GatedDelta
-from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Param
 from maxpipe.parallel.axes import (
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 add_ranges(
     Bound("mesh.max_replicated_bytes", 2**27, 0, why="0 means no limit"),
+    Bound("mesh.ulysses_size", 0, 0, why="0 selects the size"),
     Bound("mesh.cpu_devices", 1, 1, 4096, "each virtual device needs threads and memory"),
 )
 
@@ -194,18 +194,40 @@ def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
     context, tensor = (axis_size(config.mesh, axis) or 1 for axis in ("context", "tensor"))
     if config.mesh.context_attention != "ulysses" or context == 1:
         return
-    model = config.model
-    is_latent = any(isinstance(part, LatentAttention) for part in layer_parts(config))
-    keys = ("num_heads",) if is_latent else ("num_heads", "num_kv_heads")
-    for key in keys:
-        if (size := getattr(model, key)) % (context * tensor):
-            yield RuleViolation(
-                Code.CFG_SIZES,
-                "mesh.context_attention",
-                f"requires model.{key} ({size}) to be a multiple of context ({context}) x tensor "
-                f"({tensor}): each device computes full sequences for an equal number of heads.",
-                "Set mesh.context_attention=all_gather.",
-            )
+    heads = config.model.num_heads
+    if heads % (context * tensor):
+        yield RuleViolation(
+            Code.CFG_SIZES,
+            "mesh.context_attention",
+            f"requires model.num_heads ({heads}) to be a multiple of context ({context}) x tensor "
+            f"({tensor}): each device computes full sequences for an equal number of heads.",
+            "Set mesh.context_attention=all_gather.",
+        )
+
+
+@rule("mesh.ulysses_size", "mesh.context_attention", *axis_keys("context", "tensor"), *MODEL_KEYS)
+def _ulysses_size_divides(config: Config) -> Iterator[RuleViolation]:
+    context, tensor = (axis_size(config.mesh, axis) or 1 for axis in ("context", "tensor"))
+    size, heads = config.mesh.ulysses_size, config.model.num_heads
+    if config.mesh.context_attention != "ulysses_ring" or context == 1 or not size:
+        return
+    largest = math.gcd(heads // tensor, context)
+    action = f"Set mesh.ulysses_size={largest}, or to another divisor of {largest}."
+    if context % size:
+        yield RuleViolation(
+            Code.CFG_SIZES,
+            "mesh.ulysses_size",
+            f"must divide context ({context}): the other factor is the size of the ring.",
+            action,
+        )
+    elif heads % (size * tensor):
+        yield RuleViolation(
+            Code.CFG_SIZES,
+            "mesh.ulysses_size",
+            f"must divide model.num_heads ({heads}) / tensor ({tensor}): each device of a group "
+            "computes an equal number of heads.",
+            action,
+        )
 
 
 LIMIT = "mesh.max_replicated_bytes"

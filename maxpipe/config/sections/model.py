@@ -31,12 +31,14 @@ from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.param_names import declared, suggestions, trained, without_match
 from maxpipe.models.registry import FAMILIES, describe
+from maxpipe.models.resolve_auto import has_ring
 from maxpipe.models.spec import Part
 from maxpipe.parallel.axes import (
     ALLOWED_AXIS_RULES,
     BLOCK_SIZES,
     MESH_AXES,
     QUANTIZATION_BLOCK,
+    ContextAttention,
     axis_table,
 )
 
@@ -219,17 +221,35 @@ def has_sequential_layers(config: Config) -> bool:
     return delta or bool(config.model.mtp_heads)
 
 
-@rule("model.attention", "mesh.context_attention", *axis_keys("context"))
+RING_KEYS = (
+    *("mesh.context_attention", "mesh.ulysses_size", *axis_keys("context", "tensor")),
+    *MODEL_KEYS,
+)
+"""Keys that `uses_ring` reads."""
+
+
+@rule(*RING_KEYS)
 def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
-    rings = config.mesh.context_attention == "ring" and axis_size(config.mesh, "context") != 1
-    if rings and config.model.attention not in ("auto", "blockwise"):
+    if uses_ring(config) and config.model.attention not in ("auto", "blockwise"):
         yield RuleViolation(
             Code.MODEL_ATTENTION,
             "model.attention",
-            "must be blockwise or auto with mesh.context_attention=ring: attention scores are "
-            "computed block by block as keys arrive from other devices.",
+            f"must be blockwise or auto with mesh.context_attention="
+            f"{config.mesh.context_attention}: attention scores are computed block by block as "
+            "keys arrive from other devices.",
             "Set model.attention=blockwise, or mesh.context_attention=all_gather.",
         )
+
+
+def uses_ring(config: Config) -> bool:
+    """Return True if the config selects attention that passes keys and values around a ring. A
+    context axis of unknown size is assumed to have several devices.
+    """
+    context, tensor = (axis_size(config.mesh, axis) for axis in ("context", "tensor"))
+    if context is None or tensor is None:
+        return config.mesh.context_attention in ("ring", "ulysses_ring") and context != 1
+    method = ContextAttention.from_config(config.mesh, {"context": context, "tensor": tensor})
+    return has_ring(config.model, method)
 
 
 _WEIGHT_AXES = tuple(axis for axis in MESH_AXES if axis not in ("stage", "data"))

@@ -18,7 +18,7 @@ from maxpipe.config.rules import (
     did_you_mean,
     rule,
 )
-from maxpipe.config.sections.model import MODEL_KEYS
+from maxpipe.config.sections.model import MODEL_KEYS, RING_KEYS, uses_ring
 from maxpipe.config.sections.train import BatchRamp
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import format_divisors, pluralize, round_up
@@ -109,16 +109,16 @@ add_ranges(
 )
 
 
-@rule("mesh.context_attention", "pipeline.idle", *axis_keys("context", "stage"))
+@rule(*RING_KEYS, "pipeline.idle", *axis_keys("stage"))
 def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation]:
-    context, stages = (axis_size(config.mesh, axis) for axis in ("context", "stage"))
-    rings = config.mesh.context_attention == "ring" and context != 1
-    if rings and stages != 1 and config.pipeline.idle != "compute":
+    several = axis_size(config.mesh, "stage") != 1
+    if several and config.pipeline.idle != "compute" and uses_ring(config):
         yield RuleViolation(
             Code.CFG_CONFLICT,
             "pipeline.idle",
-            "must be compute with mesh.context_attention=ring and several stages: devices exchange "
-            "keys in each layer, and would wait forever for a stage that has fewer layers.",
+            f"must be compute with mesh.context_attention={config.mesh.context_attention} and "
+            "several stages: devices exchange keys in each layer, and would wait forever for a "
+            "stage that has fewer layers.",
             "Set pipeline.idle=compute, or mesh.context_attention=all_gather.",
         )
 

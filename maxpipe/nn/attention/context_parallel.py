@@ -10,6 +10,11 @@ the sequence shards (arXiv:2309.14509).
 it computes the scores of the current shard. Partial softmax results are combined through their
 log-sum-exp (arXiv:2310.01889). All platforms use blockwise attention. All pipeline stages must
 execute the ring's collective permutes in the same order.
+
+`ulysses_ring`: groups of adjacent devices exchange tokens for heads, and the groups form a ring
+(arXiv:2405.07719). In zig-zag order, the tokens of a group are one chunk from the front of the
+sequence and the mirrored chunk from the back, so a group has the same tokens as one device of a
+smaller context axis.
 """
 
 from __future__ import annotations
@@ -31,7 +36,6 @@ from maxpipe.nn.attention import blockwise
 from maxpipe.nn.attention.blockwise import Options, QueryKeyMask
 from maxpipe.nn.attention.interface import AttentionBackend, Mask
 from maxpipe.parallel import collectives
-from maxpipe.parallel.axes import exchanges_heads
 from maxpipe.parallel.collectives import all_to_all, axis_index, axis_size, mark_varying, ring_shift
 from maxpipe.parallel.mesh import CONTEXT, TENSOR
 from maxpipe.parallel.sharding import AxisRules, auto_axes
@@ -54,19 +58,15 @@ def attend(
     """
     if axis_size(CONTEXT) == 1 or not mask.has_places:
         return backend(query, key, value, mask)
-    segments, tokens = inputs[collectives.FULL_SEGMENT_IDS], query.shape[1]
-    heads, kv_heads = query.shape[2], key.shape[2]
-    if exchanges_heads(
-        rules.context_attention, heads, kv_heads, axis_size(CONTEXT), _tensor_shards()
-    ):
-        return _by_heads(backend, query, key, value, replace(mask, segments=segments))
-    mask = replace(
-        mask,
-        key_segments=segments,
-        places=collectives.local_positions(tokens),
-        run=collectives.contiguous_length(tokens),
-    )
-    if rules.context_attention == "ring":
+    segments = inputs[collectives.FULL_SEGMENT_IDS]
+    method = rules.context_attention._replace(context=axis_size(CONTEXT), tensor=_tensor_shards())
+    size = method.exchange_size(query.shape[2], key.shape[2])
+    if size > 1:
+        num_keys = method.exchanged_kv_heads(query.shape[2], key.shape[2])
+        key, value = (jnp.repeat(x, num_keys // x.shape[2], axis=2) for x in (key, value))
+        return _by_heads(backend, query, key, value, replace(mask, segments=segments), size)
+    mask = _with_places(replace(mask, key_segments=segments), query.shape[1], 1)
+    if method.ring_size(query.shape[2], key.shape[2]) > 1:
         return ring_attend(query, key, value, mask)
     before = tokens_before(_windows(mask), mask.run)
     if before < mask.run:
@@ -75,7 +75,7 @@ def attend(
     return backend(query, key, value, mask)
 
 
-# Head sharding (`ulysses`).
+# Head sharding (`ulysses` and `ulysses_ring`). `size` is the number of devices in a group.
 
 
 def _tensor_shards() -> int:
@@ -84,37 +84,45 @@ def _tensor_shards() -> int:
 
 
 def _by_heads(
-    backend: AttentionBackend, query: Array, key: Array, value: Array, mask: Mask
+    backend: AttentionBackend, query: Array, key: Array, value: Array, mask: Mask, size: int
 ) -> Float[Array, "B T N v"]:
-    query, key, value = (_to_heads(array) for array in (query, key, value))
+    query, key, value = (_to_heads(array, size) for array in (query, key, value))
     if mask.sinks is not None:
-        mask = replace(mask, sinks=_own_heads(mask.sinks))
-    return _to_tokens(backend(query, key, value, mask))
+        mask = replace(mask, sinks=_own_heads(mask.sinks, size))
+    if size == axis_size(CONTEXT):
+        return _to_tokens(backend(query, key, value, mask), size)
+    local, whole = collectives.local_shard(mask.segments, 1, size), mask.segments
+    mask = _with_places(replace(mask, segments=local, key_segments=whole), query.shape[1], size)
+    return _to_tokens(ring_attend(query, key, value, mask, size), size)
 
 
-def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
-    """Convert sequence shards to head shards, with tokens in sequence order."""
-    rows, tokens, _, size = x.shape
-    count = axis_size(CONTEXT)
-    # Heads remain sharded over the tensor axis, and each shard is split further over the context
-    # axis.
-    apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
-    exchanged = all_to_all(apart, CONTEXT, 3, 1)
-    return collectives.undo_zigzag(exchanged, 1).reshape(rows, count * tokens, -1, size)
+def _with_places(mask: Mask, tokens: int, size: int) -> Mask:
+    """Return the mask with the positions of the `tokens` query tokens of a group."""
+    places = collectives.local_positions(tokens, size)
+    return replace(mask, places=places, run=tokens // 2)
 
 
-def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
+def _to_heads(x: Float[Array, "B T N H"], size: int) -> Float[Array, "B S n H"]:
+    """Convert sequence shards to head shards, with the tokens of a group in sequence order."""
+    rows, tokens, _, width = x.shape
+    # Heads remain sharded over the tensor axis, and each shard is split further over the group.
+    apart = x.reshape(rows, tokens, _tensor_shards(), size, -1, width)
+    exchanged = all_to_all(apart, CONTEXT, 3, 1, size)
+    return collectives.undo_zigzag(exchanged, 1, size).reshape(rows, size * tokens, -1, width)
+
+
+def _to_tokens(x: Float[Array, "B S n H"], size: int) -> Float[Array, "B T N H"]:
     """Convert head shards to sequence shards; the inverse of `_to_heads`."""
-    rows, tokens, heads, size = x.shape
-    count = axis_size(CONTEXT)
-    apart = collectives.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
-    exchanged = all_to_all(apart, CONTEXT, 1, 3)
-    return exchanged.reshape(rows, tokens // count, heads * count, size)
+    rows, tokens, heads, width = x.shape
+    apart = collectives.apply_zigzag(x, 1, size)
+    apart = apart.reshape(rows, tokens, _tensor_shards(), 1, -1, width)
+    exchanged = all_to_all(apart, CONTEXT, 1, 3, size)
+    return exchanged.reshape(rows, tokens // size, heads * size, width)
 
 
-def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
-    apart = x.reshape(_tensor_shards(), axis_size(CONTEXT), -1)
-    return jnp.take(apart, axis_index(CONTEXT), axis=1).reshape(-1)
+def _own_heads(x: Float[Array, " N"], size: int) -> Float[Array, " n"]:
+    apart = x.reshape(_tensor_shards(), size, -1)
+    return jnp.take(apart, axis_index(CONTEXT) % size, axis=1).reshape(-1)
 
 
 # Windowed attention. The two local chunks become two sequences, each preceded by the tokens before
@@ -174,15 +182,19 @@ def ring_attend(
     key: Float[Array, "B T G H"],
     value: Float[Array, "B T G v"],
     mask: Mask,
+    size: int = 1,
 ) -> Float[Array, "B T N v"]:
     """Compute ring attention for the local tokens; `mask` indexes the query tokens within full
     sequences.
+
+    The ring consists of groups of `size` adjacent devices. The devices of a group have the same
+    tokens and different heads.
     """
     options, pairs = blockwise.prepare_mask(query, mask.run, mask)
-    return _ring_attention(*mark_varying((query, key, value, mask.sinks, pairs)), options)
+    return _ring_attention(*mark_varying((query, key, value, mask.sinks, pairs)), options, size)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _ring_attention(
     query: Array,
     key: Array,
@@ -190,8 +202,9 @@ def _ring_attention(
     sinks: Float[Array, " N"] | None,
     pairs: QueryKeyMask,
     options: Options,
+    size: int,
 ) -> Float[Array, "B T N v"]:
-    return _forward(query, key, value, sinks, pairs, options)[0]
+    return _forward(query, key, value, sinks, pairs, options, size)[0]
 
 
 def _forward_rule(
@@ -201,21 +214,24 @@ def _forward_rule(
     sinks: Array | None,
     pairs: QueryKeyMask,
     options: Options,
+    size: int,
 ) -> tuple[Array, tuple[Any, ...]]:
-    mixed, log_sum = _forward(query, key, value, sinks, pairs, options)
+    mixed, log_sum = _forward(query, key, value, sinks, pairs, options, size)
     mixed, log_sum = checkpoint_name(mixed, "context"), checkpoint_name(log_sum, LOG_SUM)
     return mixed, (query, key, value, sinks, pairs, mixed, log_sum)
 
 
-def _shift_to_next(tree: Any) -> Any:
-    """Send arrays from each device to the next device in the ring."""
-    return jax.tree.map(lambda x: ring_shift(x, CONTEXT, 1, axis_size(CONTEXT)), tree)
+def _shift_to_next(tree: Any, size: int) -> Any:
+    """Send arrays from each device to the device with the same heads in the next group."""
+    return jax.tree.map(lambda x: ring_shift(x, CONTEXT, size, axis_size(CONTEXT)), tree)
 
 
-def _piece_mask(pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int) -> QueryKeyMask:
+def _piece_mask(
+    pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int, size: int
+) -> QueryKeyMask:
     """Return the mask for one of the two key chunks that this device holds after `hop` hops."""
-    owner = (axis_index(CONTEXT) - hop) % axis_size(CONTEXT)
-    start = collectives.shard_starts(owner, tokens)[piece]
+    owner = (axis_index(CONTEXT) // size - hop) % (axis_size(CONTEXT) // size)
+    start = collectives.shard_starts(owner, tokens, size)[piece]
     segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)
     return pairs._replace(key_segments=segments, places=pairs.places - start)
 
@@ -227,6 +243,7 @@ def _forward(
     sinks: Array | None,
     pairs: QueryKeyMask,
     options: Options,
+    size: int,
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B T N"]]:
     rows, tokens, heads, _ = query.shape
     empty = jnp.full((rows, tokens, heads), blockwise.MIN_SCORE)
@@ -235,9 +252,9 @@ def _forward(
 
     def hop(number: Array, state: Any) -> Any:
         here, mixed, log_sum = state
-        following = _shift_to_next(here)
+        following = _shift_to_next(here, size)
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
-            mask = _piece_mask(pairs, number, piece, tokens)
+            mask = _piece_mask(pairs, number, piece, tokens, size)
             part, of_part = blockwise.forward(query, keys, values, None, mask, options)
             both = jnp.logaddexp(log_sum, of_part)
             mixed *= jnp.exp(log_sum - both)[..., None]
@@ -245,7 +262,7 @@ def _forward(
             log_sum = both
         return following, mixed, log_sum
 
-    _, mixed, log_sum = lax.fori_loop(0, axis_size(CONTEXT), hop, ((key, value), *start))
+    _, mixed, log_sum = lax.fori_loop(0, axis_size(CONTEXT) // size, hop, ((key, value), *start))
     return mixed.astype(query.dtype), log_sum
 
 
@@ -254,27 +271,27 @@ def _pieces(x: Array) -> list[Array]:
 
 
 def _backward_rule(
-    options: Options, saved: tuple[Any, ...], d_mixed: Float[Array, "B T N v"]
+    options: Options, size: int, saved: tuple[Any, ...], d_mixed: Float[Array, "B T N v"]
 ) -> tuple[Array | None, ...]:
     query, key, value, sinks, pairs, mixed, log_sum = saved
     tokens = query.shape[1]
 
     def hop(number: Array, state: Any) -> Any:
         here, sums, d_query = state
-        following, d_keys = _shift_to_next(here), []
+        following, d_keys = _shift_to_next(here, size), []
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
-            mask = _piece_mask(pairs, number, piece, tokens)
+            mask = _piece_mask(pairs, number, piece, tokens, size)
             arguments = (query, keys, values, None, mask, mixed, log_sum)
             more, *of_keys, _ = blockwise.backward(options, *arguments, d_mixed)
             d_query, d_keys = d_query + more, [*d_keys, of_keys]
         added = (jnp.concatenate(parts, axis=1) for parts in zip(*d_keys, strict=True))
         # Gradients rotate together with their keys and values, and return to the original device in
         # the last hop.
-        return following, _shift_to_next(tuple(map(jnp.add, sums, added))), d_query
+        return following, _shift_to_next(tuple(map(jnp.add, sums, added)), size), d_query
 
     zeros = lambda x: mark_varying(jnp.zeros(x.shape, jnp.float32))  # noqa: E731
     start = ((key, value), (zeros(key), zeros(value)), zeros(query))
-    _, (d_key, d_value), d_query = lax.fori_loop(0, axis_size(CONTEXT), hop, start)
+    _, (d_key, d_value), d_query = lax.fori_loop(0, axis_size(CONTEXT) // size, hop, start)
     d_sinks = None
     if sinks is not None:
         slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
