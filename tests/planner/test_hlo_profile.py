@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from maxpipe.hardware import known_hardware
 from maxpipe.planner.hlo_parser import array_bytes, parse_hlo
 from maxpipe.planner.hlo_profile import Profile, profile_program
+from maxpipe.planner.instruction_costs import collective_seconds, exposed_collectives
 
 SMALL = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8
@@ -443,6 +445,22 @@ def test_gpu_program_cublas_flops_and_synchronous_collectives() -> None:
     assert (gather.kind, gather.is_async, gather.between) == ("all-gather", True, ("first",))
     assert (gather.num_bytes, gather.flops_between) == (32 * 64 * 4 * 7, 2 * 128 * 64 * 128)
     assert (reduce.kind, reduce.is_async, reduce.between) == ("all-reduce", False, ())
+
+
+def test_matmuls_hide_collectives_on_gpus() -> None:
+    found, h100 = profile_program(parse_hlo(GPU)), known_hardware()["h100"]
+    gather, reduce = found.collectives
+    rate = h100.flops * h100.matmul_efficiency
+    link, network = (
+        (collective_seconds(gather, h100, between_slices=spans), collective_seconds(reduce, h100))
+        for spans in (False, True)
+    )
+    exposed = [seconds for _, seconds in exposed_collectives(found, h100)]
+    assert exposed == pytest.approx([link[0] - gather.flops_between / rate, link[1]])
+    # With two slices, both groups span the network.
+    (_, first), _ = exposed_collectives(found, h100, slices=[0] * 4 + [1] * 4)
+    assert first == pytest.approx(network[0] - gather.flops_between / rate)
+    assert network[0] > link[0]
 
 
 SPARSE = """\
