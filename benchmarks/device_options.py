@@ -138,7 +138,11 @@ def all_rows() -> list[Row]:
         for program in ("fsdp 8", "expert 8, 2 chunks")
         for name in OTHER_KINDS
     ]
-    rows += [Row("tpu7x:2x2x1", MLP, *each) for each in TPU_OPTIONS.items()]
+    rows += [
+        Row(topology, MLP, *each)
+        for topology in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+        for each in TPU_OPTIONS.items()
+    ]
     return rows
 
 

@@ -480,9 +480,9 @@ def _backward_kernel(
 ) -> None:
     """Add the gradients of one pair of blocks.
 
-    Scores are transposed: keys are rows and queries are columns. Sums of gradients are transposed
-    as well, so that their matmuls use the full width of the matrix units, and blocks of scores need
-    no transpose.
+    Scores are transposed: keys are rows and queries are columns. Accumulated gradients are
+    transposed as well, so that their matmuls use the full width of the matrix units, and blocks of
+    scores need no transpose.
     """
     pairs, refs = BlockPairs(*refs[:5]), refs[5:]
     query, key, value, d_mixed, sums, products, segments, key_segments, *refs = refs
