@@ -195,6 +195,11 @@ BROKEN: list[tuple[str, str, str]] = [
         "at most 2 = model.num_layers (8) - stages (3) x repeats (2)",
     ),
     ("pipeline.saved_names=[gates]", "pipeline.saved_names", "neither an activation"),
+    (
+        "pipeline.offload_weights=true pipeline.weight_gather=step",
+        "pipeline.offload_weights",
+        "must be false with pipeline.weight_gather=step",
+    ),
     ("pipeline.offloaded_names=[up]", "pipeline.offloaded_names", "pipeline.remat=names"),
     ("mesh.ici_stage=4 pipeline.repeats=3", "pipeline.repeats", "at least 12 layers"),
     ("mesh.dcn_stage=2 mesh.ici_stage=5", "mesh.ici_stage", "at least 10 layers"),
