@@ -341,7 +341,8 @@ def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
 def _copies(sizes: Sizes) -> float:
     """Return the bytes of parameter shards that XLA for TPU copies to the compute dtype.
 
-    Parameters that are stored in the compute dtype need no copy.
+    Parameters that are stored in the compute dtype need no copy. Offloaded weights are converted
+    one layer at a time.
     """
     pipeline, model = sizes.config.pipeline, sizes.config.model
     if model.compute_dtype == model.param_dtype:
@@ -352,7 +353,7 @@ def _copies(sizes: Sizes) -> float:
             count * sizes.mesh.elements(param.dims)
             for kind, count in sizes.layers.slots.items()
             for param in sizes.model.layer_types[kind].params.values()
-            if not param.own_dtype
+            if not param.own_dtype and not (pipeline.offload_weights and len(param.dims) > 1)
         )
         if pipeline.weight_gather == "iteration":
             elements += sizes.params.head_elements()

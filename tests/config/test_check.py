@@ -272,6 +272,11 @@ BROKEN: list[tuple[str, str, str]] = [
         "grpo.reward_file",
         "with your permissions",
     ),
+    (
+        f"{GRPO} pipeline.offload_weights=true",
+        "pipeline.offload_weights",
+        "must be false with train.objective=grpo",
+    ),
     (f"{GRPO} data.end=stop", "data.end", "must be repeat with train.objective=grpo"),
     (f"{GRPO} model.dropout=0.1", "model.dropout", "must be 0.0 with train.objective=grpo"),
     (f"{GRPO} model.mtp_heads=1", "model.mtp_heads", "must be 0 with train.objective=grpo"),
