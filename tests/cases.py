@@ -66,6 +66,7 @@ class Case:
     idle: str = "skip"
     delayed: bool = False
     offloaded: tuple[str, ...] = ()
+    offload_weights: bool = False
     cut: tuple[int, ...] = ()
     outside: int = 0
     layers: int = 5
@@ -245,6 +246,7 @@ def steps_of(
             weight_gather=case.gather,  # type: ignore[arg-type]
             remat=case.remat,  # type: ignore[arg-type]
             offloaded_names=list(case.offloaded),
+            offload_weights=case.offload_weights,
             idle=case.idle,  # type: ignore[arg-type]
             loss_block_tokens=case.loss_block,
         ),

@@ -10,6 +10,7 @@ import re
 import shlex
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from maxpipe.config import config_files
@@ -447,9 +448,10 @@ def _rl(raw: Raw, context: TranslationContext) -> Translation:
     return Translation((), why, "Leave it out, or set train.objective.")
 
 
-def _offloaded(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate DeepSpeed's device setting for optimizer-state offloading."""
-    key = "optim.offload_state"
+def _offloaded(key: str, raw: Raw, context: TranslationContext) -> Translation:
+    """Translate DeepSpeed's device for optimizer state or parameters to the key that offloads
+    them.
+    """
     if isinstance(raw, str) and normalize_name(raw) in ("cpu", "nvme"):
         return Translation(((key, "true"),), key=key)
     return Translation((), "", _leave_out(key), key=key)
@@ -573,7 +575,12 @@ def _table() -> dict[str, Callable[[Raw, TranslationContext], Translation]]:
         "train_on_inputs": _switch("train.objective", "", "sft"),
         "datasets pretraining_dataset": _datasets,
         "rl": _rl,
-        "zero_optimization_offload_optimizer_device offload_optimizer_device": _offloaded,
+        "zero_optimization_offload_optimizer_device offload_optimizer_device": partial(
+            _offloaded, "optim.offload_state"
+        ),
+        "zero_optimization_offload_param_device offload_param_device": partial(
+            _offloaded, "pipeline.offload_weights"
+        ),
         "model_name model_name_or_path pretrained_model_name_or_path hf_model": _model_name,
         "base_model": _base_model,
     }

@@ -52,7 +52,7 @@ from maxpipe.parallel.collectives import (
     ring_shift,
 )
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
-from maxpipe.parallel.sharding import auto_mesh, rebind_mesh, restrict_spec
+from maxpipe.parallel.sharding import auto_mesh, rebind_mesh, restrict_spec, to_device
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.prologue import Embedding
 from maxpipe.pipeline.weights import WeightSharding, gather_weight
@@ -474,7 +474,7 @@ def decode_param_converter(training: ParamLayout, parts: ParamLayout) -> Callabl
     The conversion is compiled at the first call.
     """
     convert = jax.jit(
-        lambda params: to_decode_params(parts, training.unstack(params)),
+        lambda params: to_decode_params(parts, training.unstack(to_device(params))),
         out_shardings=decode_param_shardings(parts),
     )
     return lambda params: convert(rebind_mesh(parts.mesh, params))

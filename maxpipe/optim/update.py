@@ -43,9 +43,7 @@ from maxpipe.models.spec import Param
 from maxpipe.optim import muon
 from maxpipe.optim.guard import MOMENTUM, bound_update, max_direction, select_update
 from maxpipe.optim.state_spec import EMA, StateArray, is_orthogonalised, matrix_dims, state_arrays
-from maxpipe.parallel.sharding import auto_sharded
-
-_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+from maxpipe.parallel.sharding import auto_sharded, is_on_host, to_device
 
 
 class LayerSlice(NamedTuple):
@@ -92,22 +90,18 @@ def map_layers(
         layer, new = LayerSlice(number, dim), dict(have)
         parts = {name: layer.slice_of(x) for name, x in have.items()}
         # Copy directly after slicing; an operation in between would run on the full array.
-        parts = {
-            name: jax.device_put(x, _DEVICE) if _is_on_host(x) else x for name, x in parts.items()
-        }
+        parts = to_device(parts)
         for name, part in run(layer, parts).items():
             into = have[name]
-            new[name] = layer.put(into, jax.device_put(part, _HOST) if _is_on_host(into) else part)
+            new[name] = layer.put(
+                into, jax.device_put(part, jax.memory.Space.Host) if is_on_host(into) else part
+            )
         return new
 
     if dim is None:
         return turn(0, arrays)
     count = next(x.shape[dim] for x in arrays.values() if x.ndim)
     return jax.lax.fori_loop(0, count, turn, arrays)
-
-
-def _is_on_host(x: Array) -> bool:
-    return jax.typeof(x).memory_space == _HOST
 
 
 Arrays = dict[str, Array]
@@ -537,7 +531,7 @@ class Optimizer:
 
         Layers along a sharded dim, such as the layers of different stages, are processed together.
         """
-        if not self.config.offload_state:
+        if not any(map(is_on_host, have.values())):
             return run(ALL_LAYERS, have)
         target = self.trainable_params[path]
         entries = (*target.spec, *(None,) * (target.num_stacked_dims - len(target.spec)))

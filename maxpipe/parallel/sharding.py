@@ -116,6 +116,17 @@ def with_shardings(abstract: Tree, shardings: Tree) -> Tree:
     )
 
 
+def is_on_host(x: jax.Array) -> bool:
+    """Return whether an array is in host memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_device(tree: Tree) -> Tree:
+    """Move arrays that are in host memory to device memory."""
+    move = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x  # noqa: E731
+    return jax.tree.map(move, tree)
+
+
 def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)
 

@@ -56,6 +56,7 @@ from maxpipe.pipeline.tick_loop import (
 from maxpipe.pipeline.weights import (
     GatherMode,
     LayerWeights,
+    merge_stacked_dims,
     select_trainable,
     sum_gradient,
     zero1_shard,
@@ -171,7 +172,7 @@ class StepProgram:
             kind: LayerWeights(mode, _unstacked_shardings(divisions, num_stacked=3), dtype)
             for kind, divisions in plan.weight_shardings["layers"].items()
         }
-        flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), params)
+        flat = jax.tree.map(merge_stacked_dims, params)
         self.local_weights = {kind: self.weights[kind].prepare(flat[kind]) for kind in flat}
         self.slots = LayerSlots(
             self.network.layers,

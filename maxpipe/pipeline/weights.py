@@ -10,6 +10,7 @@ frozen parameters nor empty dicts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -31,7 +32,13 @@ from maxpipe.parallel.collectives import (
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer, is_quantized_weight
 from maxpipe.parallel.mesh import AUTOMATIC_AXES, DATA, TOKEN_AXES
 from maxpipe.parallel.quantized_array import QuantizedArray
-from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
+from maxpipe.parallel.sharding import (
+    entry_axes,
+    fsdp_dim,
+    is_on_host,
+    restrict_spec,
+    to_device,
+)
 
 
 def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
@@ -245,7 +252,7 @@ class LayerWeights:
 
     def layer(self, held: Tree, index: jax.Array | int) -> Tree:
         """Return the full weights of one layer."""
-        picked = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, False), held)
+        picked = jax.tree.map(lambda leaf: _layer_of(leaf, index), held)
         if self.gather_mode != "iteration":
             return picked
         return jax.tree.map(
@@ -257,7 +264,7 @@ class LayerWeights:
     def zeros(self, held: Tree) -> Tree:
         """Return zero float32 accumulators with the sharding of the stored weights."""
         trained = select_trainable(held, self.trainable)
-        zeros = lambda leaf: mark_varying(jnp.zeros(leaf.shape, jnp.float32))  # noqa: E731
+        zeros = lambda leaf: mark_varying(jnp.zeros(_stacked_shape(leaf), jnp.float32))  # noqa: E731
         return jax.tree.map(zeros, trained, is_leaf=is_quantized_weight)
 
     def accumulate(self, totals: Tree, index: jax.Array | int, gradient: Tree) -> Tree:
@@ -339,6 +346,29 @@ class LayerWeights:
 
         totals = jax.tree.map(add, totals, partial_sums, self._trainable_shardings)
         return totals, jax.tree.map(clear, partial_sums)
+
+
+def merge_stacked_dims(leaf: jax.Array) -> jax.Array:
+    """Merge the dims [R, 1, L] of a stage's weights into one dim. Weights in host memory are
+    returned unchanged, because XLA cannot reshape them.
+    """
+    return leaf if is_on_host(leaf) else leaf.reshape(-1, *leaf.shape[3:])
+
+
+def _stacked_shape(leaf: jax.Array) -> tuple[int, ...]:
+    """Return the shape `[R * L, ...]` of a stage's weights."""
+    shape = leaf.shape
+    return (math.prod(shape[:3]), *shape[3:]) if is_on_host(leaf) else shape
+
+
+def _layer_of(leaf: jax.Array, index: jax.Array | int) -> jax.Array:
+    """Return one layer of a stage's weights, in device memory."""
+    if not is_on_host(leaf):
+        return lax.dynamic_index_in_dim(leaf, index, 0, False)
+    per_repeat, rest = leaf.shape[2], leaf.shape[3:]
+    start = (index // per_repeat, 0, index % per_repeat, *(0 for _ in rest))
+    # A copy directly after the slice moves only the slice from host memory.
+    return to_device(lax.dynamic_slice(leaf, start, (1, 1, 1, *rest))).reshape(rest)
 
 
 def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Array:

@@ -116,7 +116,8 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
         terms[fullest] += WORKSPACE
     free = sum(size for name, size in terms.items() if name not in (*ARGUMENTS, "gradients"))
     terms["update"] = max(0.0, gradient_copy_bytes(sizes) - free)
-    on_host = optimizer_bytes(sizes) if _on_host(sizes) else 0.0
+    on_host = optimizer_bytes(sizes) if offloads_state(sizes) else 0.0
+    on_host += offloaded_weight_bytes(sizes, sizes.layers.slots)
     _, offloaded = _saved_bytes(sizes, sizes.layers.chunk_slots)
     on_host += schedule.num_stash * offloaded
     return Memory({name: size for name, size in terms.items() if size}, on_host)
@@ -131,11 +132,24 @@ def state(sizes: Sizes) -> dict[str, float]:
 
 def state_bytes(sizes: Sizes, params: ParameterCounts) -> float:
     """Return the size in bytes of these parameters and their optimizer state on one device."""
-    optimizer = 0.0 if _on_host(sizes) else optimizer_bytes(sizes)
-    return float(_parameter_bytes(sizes, params) + optimizer + 12)
+    optimizer = 0.0 if offloads_state(sizes) else optimizer_bytes(sizes)
+    weights = _parameter_bytes(sizes, params)
+    weights -= offloaded_weight_bytes(sizes, sizes.layers.slots, params)
+    return float(weights + optimizer + 12)
 
 
-def _on_host(sizes: Sizes) -> bool:
+def offloaded_weight_bytes(
+    sizes: Sizes, layers: Mapping[str, float], params: ParameterCounts | None = None
+) -> float:
+    """Return the size in bytes of the weights of these layers that one device stores in host
+    memory; always 0 on CPU.
+    """
+    if not sizes.config.pipeline.offload_weights or sizes.platform == "cpu":
+        return 0.0
+    return _layer_bytes(sizes, layers, params or sizes.params, only_matrices=True)
+
+
+def offloads_state(sizes: Sizes) -> bool:
     """Return whether the optimizer state is offloaded to host memory; always false on CPU."""
     return sizes.config.optim.offload_state and sizes.platform != "cpu"
 
@@ -165,7 +179,13 @@ def _parameter_bytes(sizes: Sizes, params: ParameterCounts) -> float:
     return layers + BYTES[sizes.config.model.param_dtype] * ends
 
 
-def _layer_bytes(sizes: Sizes, layers: Mapping[str, int], params: ParameterCounts) -> float:
+def _layer_bytes(
+    sizes: Sizes,
+    layers: Mapping[str, float],
+    params: ParameterCounts,
+    *,
+    only_matrices: bool = False,
+) -> float:
     """Return the size in bytes of the stored parameters, given the number of layers of each
     type.
     """
@@ -176,7 +196,7 @@ def _layer_bytes(sizes: Sizes, layers: Mapping[str, int], params: ParameterCount
             * sizes.mesh.elements(param.dims)
             for kind, count in layers.items()
             for param in sizes.model.layer_types[kind].params.values()
-            if params.includes(param)
+            if params.includes(param) and len(param.dims) > only_matrices
         )
     )
 
@@ -321,7 +341,8 @@ def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
 def _copies(sizes: Sizes) -> float:
     """Return the bytes of parameter shards that XLA for TPU copies to the compute dtype.
 
-    Parameters that are stored in the compute dtype need no copy.
+    Parameters that are stored in the compute dtype need no copy. Offloaded weights are converted
+    one layer at a time.
     """
     pipeline, model = sizes.config.pipeline, sizes.config.model
     if model.compute_dtype == model.param_dtype:
@@ -332,7 +353,7 @@ def _copies(sizes: Sizes) -> float:
             count * sizes.mesh.elements(param.dims)
             for kind, count in sizes.layers.slots.items()
             for param in sizes.model.layer_types[kind].params.values()
-            if not param.own_dtype
+            if not param.own_dtype and not (pipeline.offload_weights and len(param.dims) > 1)
         )
         if pipeline.weight_gather == "iteration":
             elements += sizes.params.head_elements()

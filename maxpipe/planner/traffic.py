@@ -20,11 +20,12 @@ from maxpipe.models.layers.experts import Experts
 from maxpipe.models.spec import Param, Scores
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, matrix_dims
 from maxpipe.parallel.axes import axis_table
-from maxpipe.planner.memory import loss_blocks
+from maxpipe.planner.memory import loss_blocks, offloaded_weight_bytes, offloads_state
 from maxpipe.planner.memory_terms import (
     block_scale_bytes,
     gathered_itemsize,
     num_gathered_arrays,
+    optimizer_bytes,
     zero1_dim,
 )
 from maxpipe.planner.sizes import Sizes
@@ -495,7 +496,8 @@ def count_collectives(sizes: Sizes, schedule: Schedule, recomputed: float) -> di
 def step_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> dict[tuple[str, str], float]:
-    """Return the number of bytes that a device sends per step, keyed by axes and link.
+    """Return the number of bytes that a device sends per step, keyed by axes and link, and the
+    bytes copied from and to host memory.
 
     Axes have the form `fsdp+context`. `recomputed` is the number of forward passes that a backward
     pass recomputes.
@@ -506,7 +508,26 @@ def step_traffic(
         if total.axes and total.num_bytes:
             link = "dcn" if num_slices(sizes, total) > 1 else "ici"
             traffic["+".join(total.axes), link] += total.num_bytes
+    traffic |= {(name, "host"): size for name, size in host_traffic(sizes).items() if size}
     return dict(traffic)
+
+
+def host_traffic(sizes: Sizes) -> dict[str, float]:
+    """Return the bytes that a device copies from and to host memory per step.
+
+    Offloaded weights are read for each gather and in the update. Rare passes that check the update
+    are not included.
+    """
+    if sizes.platform == "cpu":
+        return {}
+    layers, pipeline = sizes.layers, sizes.config.pipeline
+    runs, gathers = sizes.batch.microbatches / sizes.mesh.stages, 2 + (pipeline.remat == "chunk")
+    every = {kind: runs * count for kind, count in layers.pipelined.items()}
+    saved = sum(count * sizes.activations.saved_bytes(kind)[1] for kind, count in every.items())
+    read = gathers * offloaded_weight_bytes(sizes, every)
+    updated = offloaded_weight_bytes(sizes, layers.slots, sizes.trained)
+    updated += optimizer_bytes(sizes) if offloads_state(sizes) else 0.0
+    return {"from host": read + updated + saved, "to host": updated + saved}
 
 
 def _all_traffic(

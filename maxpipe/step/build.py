@@ -245,6 +245,14 @@ def build_steps(
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     if transformation is not None:
+        if pipeline.offload_weights:
+            raise ConfigError.one(
+                Code.API_OPTIMIZER,
+                "pipeline.offload_weights",
+                True,
+                "is not supported with an optax transformation.",
+                "Set pipeline.offload_weights=false.",
+            )
         optimizer = OptaxOptimizer.replacing(optimizer, transformation)
     lengths = np.zeros(model.vocab_size, np.int32)
     # Token IDs outside the tokenizer's vocabulary have length 0.
@@ -273,6 +281,7 @@ def build_steps(
         seed=seed,
         byte_lengths=lengths,
         guard=guard,
+        offloads_weights=pipeline.offload_weights,
     )
 
 

@@ -28,7 +28,7 @@ from maxpipe.nn.activation_statistics import (
     sum_squares,
 )
 from maxpipe.parallel.collectives import Maximum
-from maxpipe.parallel.sharding import auto_sharded
+from maxpipe.parallel.sharding import auto_sharded, to_device
 from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.mtp import MTP, MtpLayerFns
 from maxpipe.step.state import ParamLayout
@@ -100,6 +100,7 @@ def collect(
         return LayerStatistics(squares, histograms, activations, tokens)
 
     # The barrier separates the statistics from the update, whose fusions must not change.
+    before, after = to_device((before, after))
     arguments = lax.optimization_barrier((batch, before, after, gradients, reported))
     return auto_sharded(run, PartitionSpec())(*arguments)
 

@@ -45,6 +45,7 @@ from maxpipe.parallel.sharding import (
     STACKED_AXES,
     auto_sharded,
     entry_axes,
+    to_device,
     trace_on_mesh,
     with_shardings,
 )
@@ -88,10 +89,10 @@ class ParamLayout:
             )
             return rules.spec((*stack, *axes), where=name)
 
-        return jax.tree_util.tree_map_with_path(spec, self._axes, is_leaf=_is_axes)
+        return jax.tree_util.tree_map_with_path(spec, self.logical_axes, is_leaf=_is_axes)
 
     @cached_property
-    def _axes(self) -> Tree:
+    def logical_axes(self) -> Tree:
         """Return the logical axes of each parameter, excluding stacked dims."""
         return self._split_prologue(self.decoder.axes())
 
@@ -473,6 +474,8 @@ class StateLayout:
     optimizer: Optimizer
     seed: int
     guard: GuardConfig
+    offloads_weights: bool
+    """Whether the weight matrices of the pipelined layers are stored in host memory."""
 
     # Shapes and shardings.
 
@@ -481,7 +484,20 @@ class StateLayout:
         """Return the sharding of the stacked train state."""
         state = self.param_layout.shardings(self._state_specs)
         trees = self._in_state_memory(state.optimizer.trees)
-        return state._replace(optimizer=state.optimizer._replace(trees=trees))
+        optimizer = state.optimizer._replace(trees=trees)
+        return state._replace(params=self._in_weight_memory(state.params), optimizer=optimizer)
+
+    def _in_weight_memory(self, shardings: Tree) -> Tree:
+        """Return the shardings of stacked parameters, with offloaded weights in host memory."""
+        if not self.offloads_weights:
+            return shardings
+
+        def stored(path: tuple[Any, ...], sharding: NamedSharding, axes: tuple[str, ...]) -> Any:
+            is_offloaded = path[0].key == "layers" and len(axes) > 1
+            return sharding.with_memory_kind("pinned_host") if is_offloaded else sharding
+
+        axes = self.param_layout.logical_axes
+        return jax.tree_util.tree_map_with_path(stored, shardings, axes)
 
     def _in_state_memory(self, shardings: Tree) -> Tree:
         """Return the shardings of optimizer-state trees with the memory kind in which these trees
@@ -600,10 +616,10 @@ class StateLayout:
 
         specs, vocabulary = self._saved_trees_specs, self.optimizer.vocab_dims
         saved = {
-            name: unstack(_on_device(tree), specs[name], vocabulary[name])
+            name: unstack(to_device(tree), specs[name], vocabulary[name])
             for name, tree in state.optimizer.trees.items()
         }
-        params = self._select_saved(unstack(state.params, parts.saved_specs))
+        params = self._select_saved(unstack(to_device(state.params), parts.saved_specs))
         return {"step": state.step, "params": params, "optimizer": saved}
 
     def _select_saved(self, params: Tree) -> Tree:
@@ -629,7 +645,7 @@ class StateLayout:
             trees = {}
             for name, tree in saved["optimizer"].items():
                 run = partial(self.param_layout.from_saved, vocabulary=vocabulary[name])
-                trees[name] = auto_sharded(run, specs[name])(_on_device(tree))
+                trees[name] = auto_sharded(run, specs[name])(to_device(tree))
             optimizer = OptState(step - guard.skipped, trees)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
@@ -687,14 +703,9 @@ class StateLayout:
         parts = self.param_layout
 
         def digests(params: Tree) -> Array:
-            saved = parts.to_saved(params, vocabulary=VOCABULARY)
+            saved = parts.to_saved(to_device(params), vocabulary=VOCABULARY)
             return jnp.stack([digest(leaf) for leaf in jax.tree.leaves(saved)])
 
         everywhere = NamedSharding(parts.mesh, PartitionSpec())
         checksums = self._jit(auto_sharded(digests, PartitionSpec()), everywhere)(params)
         return hashlib.sha256(np.asarray(checksums, "<u4").tobytes()).hexdigest()
-
-
-def _on_device(tree: Tree) -> Tree:
-    """Move arrays that are in host memory to device memory."""
-    return jax.device_put(tree, jax.memory.Space.Device)

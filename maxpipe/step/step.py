@@ -35,7 +35,7 @@ from maxpipe.optim.guard import MOMENTUM, check_step, select_update
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel import scopes
 from maxpipe.parallel.mesh import BATCH_AXES
-from maxpipe.parallel.sharding import BATCH_SPEC, auto_sharded, reshard, reshard_like
+from maxpipe.parallel.sharding import BATCH_SPEC, auto_sharded, is_on_host, reshard, reshard_like
 from maxpipe.pipeline import mtp
 from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.loss_head import sum_by_source
@@ -429,8 +429,13 @@ def check_update(
     bound = optimizer.bound_update(before, norm, rate)
 
     def check_values() -> tuple[jax.Array, jax.Array]:
-        largest = optimizer.max_abs if optimizer.config.offload_state else _largest
-        sizes = jnp.stack([_largest(params), largest(state.trees.get(MOMENTUM, {}))])
+        trees = (params, state.trees.get(MOMENTUM, {}))
+        sizes = jnp.stack(
+            [
+                optimizer.max_abs(tree) if _has_host_arrays(tree) else _largest(tree)
+                for tree in trees
+            ]
+        )
         after = optimizer.bound_update(sizes, norm, rate)
         if not optimizer.is_elementwise:
             return jnp.isfinite(after).all(), after
@@ -438,6 +443,10 @@ def check_update(
 
     known = jnp.isfinite(bound).all()
     return jax.lax.cond(known, lambda: (known, bound), check_values)
+
+
+def _has_host_arrays(tree: Tree) -> bool:
+    return any(map(is_on_host, jax.tree.leaves(tree)))
 
 
 def _largest(tree: Tree) -> Float[jax.Array, ""]:
@@ -459,7 +468,7 @@ def _is_finite_after_update(
     where it is fused into a reduction. If XLA shared or hoisted some of these computations, their
     results would be stored in memory.
     """
-    if optimizer.config.offload_state:
+    if _has_host_arrays((params, state.trees)):
         return optimizer.is_finite_after_update(gradients, norm, params, state)
     gradients, norm, params, state = jax.lax.optimization_barrier((gradients, norm, params, state))
     params, state = optimizer.update(gradients, state, params, norm=norm, draw=False)

@@ -195,6 +195,11 @@ BROKEN: list[tuple[str, str, str]] = [
         "at most 2 = model.num_layers (8) - stages (3) x repeats (2)",
     ),
     ("pipeline.saved_names=[gates]", "pipeline.saved_names", "neither an activation"),
+    (
+        "pipeline.offload_weights=true pipeline.weight_gather=step",
+        "pipeline.offload_weights",
+        "must be false with pipeline.weight_gather=step",
+    ),
     ("pipeline.offloaded_names=[up]", "pipeline.offloaded_names", "pipeline.remat=names"),
     ("mesh.ici_stage=4 pipeline.repeats=3", "pipeline.repeats", "at least 12 layers"),
     ("mesh.dcn_stage=2 mesh.ici_stage=5", "mesh.ici_stage", "at least 10 layers"),
@@ -266,6 +271,11 @@ BROKEN: list[tuple[str, str, str]] = [
         f"{GRPO} grpo.reward_file=a.py:b grpo.allow_code=false",
         "grpo.reward_file",
         "with your permissions",
+    ),
+    (
+        f"{GRPO} pipeline.offload_weights=true",
+        "pipeline.offload_weights",
+        "must be false with train.objective=grpo",
     ),
     (f"{GRPO} data.end=stop", "data.end", "must be repeat with train.objective=grpo"),
     (f"{GRPO} model.dropout=0.1", "model.dropout", "must be 0.0 with train.objective=grpo"),

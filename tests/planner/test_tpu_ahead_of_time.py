@@ -101,6 +101,8 @@ STATE = """
 import json, sys
 from maxpipe.config.load import from_dict
 from maxpipe.planner.compile import build_report, build_steps
+from maxpipe.planner.memory import predict_memory
+from maxpipe.planner.sizes import Sizes, build_schedule
 from maxpipe.planner.topology import parse_topology, topology_devices
 
 target = parse_topology("v5p:2x2x1")
@@ -111,11 +113,16 @@ given = {
     "train": {"batch_size": 4, "sequence_length": 256, "steps": 10},
 }
 found = {}
-for name, offload in (("here", False), ("away", True)):
-    config = from_dict(given | {"optim": {"offload_state": offload}})
+for name, settings in (
+    ("here", {}),
+    ("away", {"optim": {"offload_state": True}}),
+    ("weights", {"pipeline": {"offload_weights": True}}),
+):
+    config = from_dict(given | settings)
     steps = build_steps(config, topology_devices(target))
     report = build_report(config, target, steps, steps.compile_train())
-    found[name] = [report.argument_bytes, report.peak_bytes, report.host_bytes]
+    predicted = predict_memory(Sizes(config), build_schedule(config), platform="tpu").host
+    found[name] = [report.argument_bytes, report.peak_bytes, report.host_bytes, predicted]
 print(json.dumps(found))
 """
 
@@ -200,11 +207,14 @@ def test_offloaded_activations_overlap_with_layers() -> None:
 
 def test_offloaded_state_is_not_in_peak_memory() -> None:
     found = run(STATE)
-    here, away = found["here"], found["away"]
-    state = away[2]
-    assert here[2] == 0 and state > 20 * 2**20
-    assert here[0] - away[0] == pytest.approx(state, rel=0.05)
-    assert here[1] - away[1] > 0.9 * state
+    here = found["here"]
+    for name in ("away", "weights"):
+        away = found[name]
+        state = away[2]
+        assert here[2] == 0 and state > 20 * 2**20
+        assert away[3] == pytest.approx(state, rel=0.05)
+        assert here[0] - away[0] == pytest.approx(state, rel=0.05)
+        assert here[1] - away[1] > 0.9 * state
 
 
 @pytest.mark.parametrize("rings", [False, True])

@@ -135,6 +135,36 @@ def test_state_offload_is_bitwise_equal(name: Any) -> None:
     assert all(same_bits(found[0][1], found[1][1]).values())
 
 
+OFFLOADED = [
+    (Case(2, 2, 2, fsdp=2, data=2, layers=5), {"name": "adamw", "ema_decay": 0.9}),
+    (Case(2, 2, 2, fsdp=2, layers=5, schedule="zb_v"), {"name": "muon", "zero1": True}),
+    (
+        Case(2, 1, 2, fsdp=2, tensor=2, layers=4, remat="chunk", stored="bfloat16"),
+        {"name": "adafactor", "offload_state": True},
+    ),
+    (Case(1, 1, 2, own=MOE, layers=3, expert=2), {}),
+]
+
+
+@pytest.mark.parametrize(("case", "more"), keeping(OFFLOADED, 0), ids=str)
+def test_weight_offload_is_bitwise_equal(case: Case, more: dict[str, Any]) -> None:
+    optim, found, first = dataclasses.replace(OPTIM, **more), [], None
+    for offload in (True, False):
+        steps = steps_of(dataclasses.replace(case, offload_weights=offload), ROWS, optim=optim)
+        first = first or jax.device_get(steps.init())
+        begun = jax.device_put(first, steps.state_sharding)
+        state, losses_of = trained_on(steps, steps.compile_train(), begun, 0, 3)
+        matrices = [leaf for leaf in jax.tree.leaves(state.params["layers"]) if leaf.ndim > 4]
+        kinds = {leaf.sharding.memory_kind for leaf in matrices}
+        assert kinds == {"pinned_host" if offload else "device"}
+        saved_state = jax.device_get(steps.to_saved(state))
+        again = steps.from_saved(saved_state, state.guard)
+        assert all(same_bits(again, state).values())
+        found.append((losses_of, leaves_by_name(saved_state)))
+    assert found[0][0] == found[1][0]
+    assert all(same_bits(found[0][1], found[1][1]).values())
+
+
 @pytest.mark.layouts
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_stochastic_rounding_is_equal_across_layouts(name: Any) -> None:

@@ -92,6 +92,11 @@ class PipelineConfig:
     """Behavior of a stage in an empty slot of the schedule. `skip` branches around the computation.
     `compute` runs the computation on zeros and discards the result, so that all stages have the
     same control flow."""
+    offload_weights: bool = False
+    """Offload the weight matrices of the pipelined layers to host memory, including frozen
+    matrices. Each layer's shard is copied to the device before it is gathered, and the optimizer
+    updates one layer at a time. Results are bitwise identical to training without offloading.
+    Requires `pipeline.weight_gather=iteration`."""
     loss_block_tokens: int = field(default=-1, metadata=legacy_value(0))
     """Block size for computing logits and loss: the number of microbatch tokens per device whose
     logits are computed at once. 0 computes all logits of a microbatch at once. -1 selects blocks of
@@ -120,6 +125,31 @@ def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation
             "several stages: devices exchange keys in each layer, and would wait forever for a "
             "stage that has fewer layers.",
             "Set pipeline.idle=compute, or mesh.context_attention=all_gather.",
+        )
+
+
+@rule("pipeline.offload_weights", "pipeline.weight_gather")
+def _offloaded_weights_are_gathered_per_layer(config: Config) -> Iterator[RuleViolation]:
+    pipeline = config.pipeline
+    if pipeline.offload_weights and pipeline.weight_gather != "iteration":
+        yield RuleViolation(
+            Code.CFG_CONFLICT,
+            "pipeline.offload_weights",
+            f"must be false with pipeline.weight_gather={pipeline.weight_gather}, which stores the "
+            "gathered weights of several layers on the device.",
+            "Set pipeline.offload_weights=false, or pipeline.weight_gather=iteration.",
+        )
+
+
+@rule("pipeline.offload_weights", "train.objective")
+def _generating_engine_has_no_offloaded_weights(config: Config) -> Iterator[RuleViolation]:
+    if config.pipeline.offload_weights and config.train.objective == "grpo":
+        yield RuleViolation(
+            Code.CFG_CONFLICT,
+            "pipeline.offload_weights",
+            "must be false with train.objective=grpo: the rollouts of each step read all weights "
+            "from device memory.",
+            "Set pipeline.offload_weights=false.",
         )
 
 
