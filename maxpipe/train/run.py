@@ -21,7 +21,8 @@ from maxpipe.evals.evaluate import Evaluator
 from maxpipe.posttrain.distill import TeacherSource
 from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
 from maxpipe.step.build import load_batches
-from maxpipe.step.state import TrainState, format_differences
+from maxpipe.step.replica_check import format_differences
+from maxpipe.step.state import TrainState
 from maxpipe.step.step import LAYER_STATS, Steps
 from maxpipe.telemetry.writers import MetricWriter
 from maxpipe.train import data_end

@@ -155,7 +155,7 @@ def _completions_fit(config: Config) -> Iterator[RuleViolation]:
     most, tokens = config.grpo.max_tokens, config.train.sequence_length
     if _is_grpo(config) and most >= tokens:
         yield RuleViolation(
-            Code.CFG_CONFLICT,
+            Code.CFG_VALUE,
             "grpo.max_tokens",
             f"must be less than train.sequence_length ({tokens}): a sequence contains the prompt "
             "and the completion.",
@@ -196,6 +196,7 @@ _REQUIRED_VALUES = {
     "data.end": ("repeat", "prompts are always repeated"),
     "model.mtp_heads": (0, "multi-token prediction is not supported"),
     "model.dropout": (0.0, "completions are sampled without dropout"),
+    "pipeline.offload_weights": (False, "rollouts read all weights from device memory"),
 }
 """Maps config keys to the value that `train.objective=grpo` requires, and the reason for it."""
 

@@ -141,18 +141,6 @@ def _offloaded_weights_are_gathered_per_layer(config: Config) -> Iterator[RuleVi
         )
 
 
-@rule("pipeline.offload_weights", "train.objective")
-def _generating_engine_has_no_offloaded_weights(config: Config) -> Iterator[RuleViolation]:
-    if config.pipeline.offload_weights and config.train.objective == "grpo":
-        yield RuleViolation(
-            Code.CFG_CONFLICT,
-            "pipeline.offload_weights",
-            "must be false with train.objective=grpo: the rollouts of each step read all weights "
-            "from device memory.",
-            "Set pipeline.offload_weights=false.",
-        )
-
-
 def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
     """Return the model activations that are selected by the names and presets, without
     duplicates.

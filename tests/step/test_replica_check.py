@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.step.state import ReplicaCheck, digest, format_differences
+from maxpipe.step.replica_check import ReplicaCheck, digest, format_differences
 
 SPECS = {
     "whole": PartitionSpec(),
