@@ -29,7 +29,7 @@ from maxpipe.telemetry import goodput
 from maxpipe.train import run, set_up
 from maxpipe.train.loop import train
 from tests.errors import assert_error
-from tests.step.test_replicas import flipped
+from tests.step.test_replica_check import flipped
 from tests.train.runs import Run, Start, ledger, saved, saved_steps, start_pair, wait_for_outputs
 
 STEPS = 24
