@@ -103,7 +103,8 @@ def test_gradients_with_little_memory(
     mask = Mask(jnp.asarray(row(384)[:1]), window=200)
     swapped = [jnp.swapaxes(each, 1, 2) for each in (query, key, value)]
     sizes = splash_kernels.BlockSizes(128, 128, 128)
-    assert splash_kernels._query_span(*swapped, sizes) == (span, parts)
+    query_key_value = swapped[0], swapped[1], swapped[2]
+    assert splash_kernels._query_span(*query_key_value, sizes) == (span, parts)
 
     def gradients(attend: Any) -> Any:
         return jax.vjp(lambda *arrays: attend(*arrays, mask), query, key, value)[1](d_mixed)
@@ -157,7 +158,7 @@ def test_visible_blocks_are_listed_exactly_once(
         0, len(places), keys, causal=causal
     )[0, 0]
     blocks = np.asarray(pairs).reshape(len(first), size, keys // size, size)
-    visible, complete = blocks.any((1, 3)), blocks.all((1, 3))
+    visible, complete = np.asarray(blocks.any((1, 3))), np.asarray(blocks.all((1, 3)))
     for kind in (np, jnp):
         listed, count = splash_kernels.list_pairs(
             function,
@@ -178,11 +179,9 @@ def test_visible_blocks_are_listed_exactly_once(
         assert visible.sum() == (~skipped).sum()
         assert (masked == ~complete[query, key]).all()
         for number in set(major):
-            (here,) = (np.flatnonzero(major == number),)
-            assert (flags[here] & splash_kernels._FIRST != 0).nonzero()[0].tolist() == [0]
-            assert (flags[here] & splash_kernels._LAST != 0).nonzero()[0].tolist() == [
-                len(here) - 1
-            ]
+            here = flags[np.flatnonzero(major == number)]
+            assert np.flatnonzero(here & splash_kernels._FIRST).tolist() == [0]
+            assert np.flatnonzero(here & splash_kernels._LAST).tolist() == [len(here) - 1]
         if not by_key:
             continue
         last = {block: np.flatnonzero(query == block)[-1] for block in set(query)}

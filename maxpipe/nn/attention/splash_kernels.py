@@ -261,19 +261,21 @@ def _forward_kernel(
         total[...] = jnp.full(total.shape, 1.0 if has_sinks else 0.0)
         mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
 
-    def add(part: pl.Slice, is_masked: bool) -> None:
+    def add(begin: int, is_masked: bool) -> None:
+        size = sizes.keys_at_once
+        part = pl.ds(begin, size)
         scores, _ = _scores(function, _dot(query[...], key[part], 1, 1))
         if is_masked:
-            seen = _visible(function, pairs.distance[step] - part.start, scores.shape, 0)
-            seen &= _columns(segments[...], part.size) == key_segments[:, part]
+            seen = _visible(function, pairs.distance[step] - begin, scores.shape, 0)
+            seen &= _columns(segments[...], size) == key_segments[:, part]
             scores = jnp.where(seen, scores, _MASKED_SCORE)
         previous = top[...]
         highest = jnp.maximum(previous, scores.max(1, keepdims=True))
-        weights = jnp.exp2(scores - _widen(highest, part.size))
+        weights = jnp.exp2(scores - _widen(highest, size))
         shrink = jnp.exp2(previous - highest)
         values, added = value[part], None
         if _sums_by_matmul(values.shape[1]):
-            ones = jnp.ones((part.size, LANES), values.dtype)
+            ones = jnp.ones((size, LANES), values.dtype)
             products = _dot(weights.astype(values.dtype), lax.concatenate([values, ones], 1), 1, 0)
             products, added = products[:, :-LANES], products[:, -LANES:]
         else:
@@ -485,8 +487,8 @@ def _backward_kernel(
     scores need no transpose.
     """
     pairs, refs = BlockPairs(*refs[:5]), refs[5:]
-    query, key, value, d_mixed, sums, products, segments, key_segments, *refs = refs
-    d_query, d_key, d_value, query_total, key_total, value_total = refs
+    query, key, value, d_mixed, sums, products, segments, key_segments = refs[:8]
+    d_query, d_key, d_value, query_total, key_total, value_total = refs[8:]
     step, head = pl.program_id(1), pl.program_id(2)
     sequence, _ = _divmod(pl.program_id(0), key_heads)
     flags = pairs.flags[sequence * num_pairs + step]
@@ -502,11 +504,12 @@ def _backward_kernel(
         empty = jnp.zeros((query_total.shape[1], sizes.queries), jnp.float32)
         query_total[head, :, tokens] = empty
 
-    def add(part: pl.Slice, is_masked: bool) -> None:
+    def add(begin: int, is_masked: bool) -> None:
+        part = pl.ds(begin, sizes.keys_at_once)
         keys, rows, cotangents = key[part], query[...], d_mixed[...]
         scores, slope = _scores(function, _dot(keys, rows, 1, 1))
         if is_masked:
-            seen = _visible(function, pairs.distance[step] - part.start, scores.shape, 1)
+            seen = _visible(function, pairs.distance[step] - begin, scores.shape, 1)
             seen &= _columns(key_segments[:, part], sizes.queries) == segments[...]
             scores = jnp.where(seen, scores, _MASKED_SCORE)
         weights = jnp.exp2(scores - sums[...])
@@ -536,11 +539,11 @@ def _backward_kernel(
 
 
 def _for_visible_parts(flags: Array, sizes: BlockSizes, add: Any) -> None:
-    """Call `add(part, is_masked)` for the parts of a key block, unless the block is skipped."""
+    """Call `add(begin, is_masked)` for the parts of a key block, unless the block is skipped."""
 
     def run(is_masked: bool) -> None:
         for start in range(0, sizes.keys, sizes.keys_at_once):
-            add(pl.ds(start, sizes.keys_at_once), is_masked)
+            add(start, is_masked)
 
     kind = flags & (_MASKED | _SKIPPED)
     pl.when(kind == 0)(partial(run, False))
