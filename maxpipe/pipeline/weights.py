@@ -358,7 +358,8 @@ def merge_stacked_dims(leaf: jax.Array) -> jax.Array:
 def _stacked_shape(leaf: jax.Array) -> tuple[int, ...]:
     """Return the shape `[R * L, ...]` of a stage's weights."""
     shape = leaf.shape
-    return (math.prod(shape[:3]), *shape[3:]) if is_on_host(leaf) else shape
+    merges = not is_quantized_weight(leaf) and is_on_host(leaf)
+    return (math.prod(shape[:3]), *shape[3:]) if merges else shape
 
 
 def _layer_of(leaf: jax.Array, index: jax.Array | int) -> jax.Array:
