@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import splash, splash_kernels, xla
 from maxpipe.nn.attention.interface import Mask
-from maxpipe.parallel import scopes, tpu_cores
+from maxpipe.parallel import scopes, tpu_kernels
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
 from tests.cases import TOLERANCE, Case, buffer_bytes, keeping, steps_of
@@ -95,7 +95,7 @@ def test_gradients_with_little_memory(
     mib: float, span: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Query heads are divided into parts, and queries into spans."""
-    cores = tpu_cores.tpu_cores()._replace(vmem_mib=mib)  # type: ignore[arg-type]
+    cores = tpu_kernels.tpu_cores()._replace(vmem_mib=mib)  # type: ignore[arg-type]
     monkeypatch.setattr(splash_kernels, "tpu_cores", lambda: cores)
     draw = [jax.random.key(number) for number in range(4)]
     query, d_mixed = (jax.random.normal(each, (1, 384, 4, 128)) for each in draw[:2])
@@ -126,7 +126,6 @@ def test_queries_without_keys_have_zeros() -> None:
         query,
         key,
         value,
-        None,
         segments,
         jnp.ones_like(segments),
         first,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.nn.expert_backends import blocks, mosaic, ragged_dot, triton
-from maxpipe.parallel import tpu_cores
+from maxpipe.parallel import tpu_kernels
 from tests.cases import keeping
 from tests.nn.parts import assert_close
 
@@ -185,7 +185,7 @@ VMEM = {"TPU v4": 16, "TPU v5": 32, "TPU v5 lite": 64, "TPU v6 lite": 64, "TPU7x
 @pytest.mark.parametrize("kind", VMEM)
 def test_mosaic_tiles_fit_and_use_all_cores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On devices with two cores, each core processes half of the columns."""
-    monkeypatch.setattr(tpu_cores, "mesh_device_kind", lambda: kind)
+    monkeypatch.setattr(tpu_kernels, "mesh_device_kind", lambda: kind)
     two_cores = kind in ("TPU v4", "TPU v5")
     for num_rows, num_experts, first, second in (
         (65536, 128, 2048, 768),
@@ -206,11 +206,11 @@ def test_mosaic_tiles_fit_and_use_all_cores(kind: str, monkeypatch: pytest.Monke
 def test_mosaic_tile_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of an expert remain in memory. Larger matrix units process more rows."""
     bf16, qwen3 = jnp.dtype("bfloat16"), (65536, 128, 2048, 768)
-    monkeypatch.setattr(tpu_cores, "mesh_device_kind", lambda: "TPU v5")
+    monkeypatch.setattr(tpu_kernels, "mesh_device_kind", lambda: "TPU v5")
     assert mosaic.matmul_tiles(*qwen3, bf16) == (128, 2048, 384)
     assert mosaic.outer_tiles(*qwen3, bf16, number=2) == (128, 2048, 384)
     assert mosaic.matmul_tiles(16384, 8, 4096, 14336, bf16) == (128, 4096, 1024)
-    monkeypatch.setattr(tpu_cores, "mesh_device_kind", lambda: "TPU v6 lite")
+    monkeypatch.setattr(tpu_kernels, "mesh_device_kind", lambda: "TPU v6 lite")
     assert mosaic.matmul_tiles(*qwen3, bf16) == (256, 2048, 768)
     assert mosaic.outer_tiles(*qwen3, bf16, number=2) == (256, 2048, 768)
 

@@ -16,7 +16,7 @@ from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
 from maxpipe.nn import experts
 from maxpipe.nn.expert_backends import dispatch, mosaic, ragged_dot, triton
-from maxpipe.parallel import tpu_cores
+from maxpipe.parallel import tpu_kernels
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.planner.sizes import with_expert_shards
@@ -80,7 +80,7 @@ def test_row_tiles_of_the_run_are_checked(
 def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels of TPUs, in interpret mode."""
     monkeypatch.setattr(expert_check_module, "_platform", lambda: "tpu")
-    monkeypatch.setattr(tpu_cores, "mesh_device_kind", lambda: "TPU v6 lite")
+    monkeypatch.setattr(tpu_kernels, "mesh_device_kind", lambda: "TPU v6 lite")
     monkeypatch.setattr(dispatch.lax, "platform_dependent", lambda *given, tpu, **_: tpu(*given))
     for name in ("grouped_matmul", "grouped_outer"):
         run = partial(getattr(mosaic, name), interpret=True)

@@ -6,6 +6,7 @@ defines their gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -195,24 +196,11 @@ def local_forward(
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B N T"]]:
     """Compute the output and the float32 log-sum-exp on one device."""
 
-    def run(window: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        sizes = _blocks(query, key, value, call)
-        scored = _num_scored_pairs(query, key, window, call, sizes)
+    def run(window: int, *arrays: Array) -> tuple[Array, Array]:
+        scored, operands, options = _kernel_call(window, arrays, seen, call)
         scored *= query.shape[-1] + value.shape[-1]
-        function = call.function(window)
         with jax.named_scope(scopes.flops(2 * scored)):
-            return splash_kernels.forward(
-                _multiply(query, function.query_scale),
-                key,
-                value,
-                sinks,
-                seen.segments,
-                seen.key_segments,
-                _first_tokens(query, seen, sizes),
-                function=function,
-                sizes=sizes,
-                interpret=call.interpret,
-            )
+            return splash_kernels.forward(*operands, sinks=sinks, **options)
 
     arrays = (_swap_heads_and_tokens(each) for each in (query, key, value))
     mixed, sums = switch_window(run, seen.window, call.windows, tuple(arrays))
@@ -235,24 +223,10 @@ def local_backward(
     del sinks  # already included in `sums`
 
     def run(window: int, *arrays: Array) -> tuple[Array, Array, Array]:
-        query, key, value, *results = arrays
-        sizes = _blocks(query, key, value, call)
-        scored = _num_scored_pairs(query, key, window, call, sizes)
+        scored, operands, options = _kernel_call(window, arrays[:3], seen, call)
         scored *= 3 * query.shape[-1] + 2 * value.shape[-1]
-        function = call.function(window)
         with jax.named_scope(scopes.flops(2 * scored)):
-            return splash_kernels.backward(
-                _multiply(query, function.query_scale),
-                key,
-                value,
-                seen.segments,
-                seen.key_segments,
-                _first_tokens(query, seen, sizes),
-                *results,
-                function=function,
-                sizes=sizes,
-                interpret=call.interpret,
-            )
+            return splash_kernels.backward(*operands, *arrays[3:], **options)
 
     arrays = tuple(_swap_heads_and_tokens(each) for each in (query, key, value))
     results = _swap_heads_and_tokens(mixed), sums, _swap_heads_and_tokens(d_mixed)
@@ -261,13 +235,25 @@ def local_backward(
     return d_query, d_key, d_value
 
 
+def _kernel_call(
+    window: int, arrays: Sequence[Array], seen: _SplashMask, call: SplashOptions
+) -> tuple[float, tuple[Any, ...], dict[str, Any]]:
+    """Return the number of scored pairs, and the operands and options that both kernels share.
+
+    `arrays` are the queries [B, N, T, H], and the keys and values [B, G, S, ...].
+    """
+    query, key, value = arrays
+    sizes, function = _blocks(query, key, value, call), call.function(window)
+    first = _first_tokens(query, seen, sizes)
+    scaled = (query.astype(jnp.float32) * function.query_scale).astype(query.dtype)
+    operands = (scaled, key, value, seen.segments, seen.key_segments, first)
+    options = {"function": function, "sizes": sizes, "interpret": call.interpret}
+    return _num_scored_pairs(query, key, window, call, sizes), operands, options
+
+
 def _swap_heads_and_tokens(x: Array) -> Array:
     """Swap [B, T, N, H] and [B, N, T, H]."""
     return jnp.swapaxes(x, 1, 2)
-
-
-def _multiply(x: Array, scale: float) -> Array:
-    return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def _first_tokens(query: Array, seen: _SplashMask, sizes: BlockSizes) -> Int[Any, " I"]:

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jaxtyping import Bool, Float, Int, Shaped
 
-from maxpipe.parallel.tpu_cores import tpu_cores
+from maxpipe.parallel.tpu_kernels import compiler_parameters, dot, tpu_cores
 
 LANES = 128
 """Every block size is a multiple of this number."""
@@ -80,23 +80,22 @@ class ScoreFunction:
         """Return whether any query token of a query block attends to any key of a key block, given
         the start indices of both blocks, `[I]` and `[J]`.
         """
-        first = first[:, None]
-        seen = (first == first) & (first_keys == first_keys)
-        if self.window:
-            seen &= first - (first_keys + size_keys - 1) < self.window
-        if self.causal:
-            seen &= first + size - 1 >= first_keys
-        return seen
+        distance = first[:, None] - first_keys
+        return self._is_visible(distance + size - 1, distance - size_keys + 1)
 
     def contains_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
         """Return whether every query token of a query block attends to every key of a key block."""
-        first = first[:, None]
-        seen = (first == first) & (first_keys == first_keys)
-        if self.window:
-            seen &= first + size - 1 - first_keys < self.window
+        distance = first[:, None] - first_keys
+        return self._is_visible(distance - size_keys + 1, distance + size - 1)
+
+    def _is_visible(self, causal_distance: Any, window_distance: Any) -> Any:
+        """Return whether the first distance from a query token to a key satisfies the causal mask,
+        and the second one the window.
+        """
+        seen = np.ones(causal_distance.shape, bool)
         if self.causal:
-            seen &= first >= first_keys + size_keys - 1
-        return seen
+            seen = seen & (causal_distance >= 0)
+        return seen & (window_distance < self.window) if self.window else seen
 
 
 class BlockPairs(NamedTuple):
@@ -180,11 +179,11 @@ def forward(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B G S H"],
     value: Float[Array, "B G S v"],
-    sinks: Float[Array, " N"] | None,
     segments: Int[Array, "B T"],
     key_segments: Int[Array, "B S"],
     first: Int[Any, " I"],
     *,
+    sinks: Float[Array, " N"] | None = None,
     function: ScoreFunction,
     sizes: BlockSizes,
     interpret: bool = False,
@@ -233,7 +232,7 @@ def forward(
                 tpu.VMEM((sizes.queries, value_size), jnp.float32),
             ],
         ),
-        compiler_params=_parameters("parallel", "arbitrary"),
+        compiler_params=compiler_parameters("parallel", "arbitrary"),
         interpret=interpret,
         name="splash_forward",
     )(*pairs, start, query, key, value, segments[:, None], key_segments[:, None])
@@ -264,7 +263,7 @@ def _forward_kernel(
     def add(begin: int, is_masked: bool) -> None:
         size = sizes.keys_at_once
         part = pl.ds(begin, size)
-        scores, _ = _scores(function, _dot(query[...], key[part], 1, 1))
+        scores, _ = _scores(function, dot(query[...], key[part], 1, 1))
         if is_masked:
             seen = _visible(function, pairs.distance[step] - begin, scores.shape, 0)
             seen &= _columns(segments[...], size) == key_segments[:, part]
@@ -276,10 +275,10 @@ def _forward_kernel(
         values, added = value[part], None
         if _sums_by_matmul(values.shape[1]):
             ones = jnp.ones((size, LANES), values.dtype)
-            products = _dot(weights.astype(values.dtype), lax.concatenate([values, ones], 1), 1, 0)
+            products = dot(weights.astype(values.dtype), lax.concatenate([values, ones], 1), 1, 0)
             products, added = products[:, :-LANES], products[:, -LANES:]
         else:
-            products = _dot(weights.astype(values.dtype), values, 1, 0)
+            products = dot(weights.astype(values.dtype), values, 1, 0)
             added = weights.sum(1, keepdims=True)
         top[...] = highest
         total[...] = total[...] * shrink + added
@@ -457,7 +456,7 @@ def _backward_span(
                 tpu.VMEM((value_size, sizes.keys), jnp.float32),
             ],
         ),
-        compiler_params=_parameters("parallel", "arbitrary", "arbitrary"),
+        compiler_params=compiler_parameters("parallel", "arbitrary", "arbitrary"),
         interpret=interpret,
         name="splash_backward",
     )(
@@ -507,18 +506,18 @@ def _backward_kernel(
     def add(begin: int, is_masked: bool) -> None:
         part = pl.ds(begin, sizes.keys_at_once)
         keys, rows, cotangents = key[part], query[...], d_mixed[...]
-        scores, slope = _scores(function, _dot(keys, rows, 1, 1))
+        scores, slope = _scores(function, dot(keys, rows, 1, 1))
         if is_masked:
             seen = _visible(function, pairs.distance[step] - begin, scores.shape, 1)
             seen &= _columns(key_segments[:, part], sizes.queries) == segments[...]
             scores = jnp.where(seen, scores, _MASKED_SCORE)
         weights = jnp.exp2(scores - sums[...])
-        d_values = _dot(jnp.transpose(cotangents), weights.astype(cotangents.dtype), 1, 1)
+        d_values = dot(jnp.transpose(cotangents), weights.astype(cotangents.dtype), 1, 1)
         value_total[:, part] = value_total[:, part] + d_values
-        d_scores = weights * (_dot(value[part], cotangents, 1, 1) - products[...])
+        d_scores = weights * (dot(value[part], cotangents, 1, 1) - products[...])
         d_scores = (d_scores if slope is None else d_scores * slope).astype(rows.dtype)
-        key_total[:, part] = key_total[:, part] + _dot(jnp.transpose(rows), d_scores, 1, 1)
-        d_rows = _dot(jnp.transpose(keys), d_scores, 1, 0)
+        key_total[:, part] = key_total[:, part] + dot(jnp.transpose(rows), d_scores, 1, 1)
+        d_rows = dot(jnp.transpose(keys), d_scores, 1, 0)
         query_total[head, :, tokens] = query_total[head, :, tokens] + d_rows
 
     _for_visible_parts(flags, sizes, add)
@@ -595,15 +594,3 @@ def _divmod(number: Any, divisor: int) -> tuple[Any, Any]:
     """Divide a number that is not negative, with fewer instructions than Python's operators."""
     number = jnp.asarray(number, jnp.int32)
     return lax.div(number, jnp.int32(divisor)), lax.rem(number, jnp.int32(divisor))
-
-
-def _dot(first: Array, second: Array, first_dim: int, second_dim: int) -> Array:
-    """Contract one dim of each operand, with float32 sums."""
-    dims = (((first_dim,), (second_dim,)), ((), ()))
-    return lax.dot_general(first, second, dims, preferred_element_type=jnp.float32)
-
-
-def _parameters(*semantics: Any) -> tpu.CompilerParams:
-    return tpu.CompilerParams(
-        dimension_semantics=semantics, vmem_limit_bytes=tpu_cores().vmem_mib * 2**20
-    )

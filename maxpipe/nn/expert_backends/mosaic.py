@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from maxpipe.nn.expert_backends.blocks import BlockSteps, make_block_steps
 from maxpipe.parallel import scopes
-from maxpipe.parallel.tpu_cores import tpu_cores
+from maxpipe.parallel.tpu_kernels import compiler_parameters, dot, tpu_cores
 
 
 class Tiles(NamedTuple):
@@ -96,7 +96,7 @@ def grouped_matmul(
                 grid=(width // tiles.width, (steps.first < steps.stop).sum(), num_inner),
                 scratch_shapes=[tpu.VMEM((tiles.rows, tiles.width), jnp.float32)] * (num_inner > 1),
             ),
-            compiler_params=_parameters(),
+            compiler_params=compiler_parameters("parallel", "arbitrary", "arbitrary"),
             interpret=interpret,
             name="grouped_matmul",
         )(*steps._replace(start=steps.start // tiles.rows), *rows, *weights)
@@ -121,7 +121,7 @@ def _matmul_kernel(
         part = pl.ds(begin, size)
         product = jnp.zeros((size, tiles.width), jnp.float32)
         for row, weight in zip(rows, weights, strict=True):
-            product += _dot(row[part], weight[...], 1, 1 if transposed else 0)
+            product += dot(row[part], weight[...], 1, 1 if transposed else 0)
         if num_inner == 1:
             store(begin, size, product)
             return
@@ -193,7 +193,7 @@ def grouped_outer(
                 grid=(width // tiles.width, depth // tiles.contracted, num_steps),
                 scratch_shapes=[tpu.VMEM((tiles.contracted, tiles.width), jnp.float32)] * number,
             ),
-            compiler_params=_parameters(),
+            compiler_params=compiler_parameters("parallel", "arbitrary", "arbitrary"),
             interpret=interpret,
             name="grouped_outer",
         )(*steps, rows, *cotangents)
@@ -244,26 +244,13 @@ def _outer_kernel(tiles: Tiles, number: int, *refs: Any) -> None:
     # Both operands are masked, because rows without an expert can hold arbitrary values.
     block = jnp.where(used, rows[...], 0)
     for cotangent, total in zip(cotangents, totals, strict=True):
-        product = _dot(block, jnp.where(used, cotangent[...], 0), 0, 0)
+        product = dot(block, jnp.where(used, cotangent[...], 0), 0, 0)
         total[...] = product + jnp.where(at.opens[step] == 1, 0, total[...])
 
     @pl.when(at.closes[step] == 1)
     def _() -> None:
         for out, total in zip(outputs, totals, strict=True):
             out[...] = total[...].astype(out.dtype)
-
-
-def _dot(first: Array, second: Array, first_dim: int, second_dim: int) -> Array:
-    """Contract one dim of each operand, with float32 sums."""
-    dims = (((first_dim,), (second_dim,)), ((), ()))
-    return lax.dot_general(first, second, dims, preferred_element_type=jnp.float32)
-
-
-def _parameters() -> tpu.CompilerParams:
-    return tpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-        vmem_limit_bytes=tpu_cores().vmem_mib * 2**20,
-    )
 
 
 def matmul_tiles(

@@ -1,9 +1,13 @@
-"""Cores of TPUs: the numbers that Pallas kernels select their tiles by."""
+"""Parts that the Pallas kernels for TPUs share: the cores of a device, and matmuls."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import tpu
 
 from maxpipe.parallel.mesh import mesh_device_kind
 
@@ -47,3 +51,18 @@ def tpu_cores() -> TpuCores:
     """Return the cores of the devices of the current mesh."""
     kind = mesh_device_kind()
     return next((each for name, each in _CORES.items() if re.fullmatch(name, kind)), _OTHER_CORES)
+
+
+def dot(first: Array, second: Array, first_dim: int, second_dim: int) -> Array:
+    """Contract one dim of each operand, with float32 sums."""
+    dims = (((first_dim,), (second_dim,)), ((), ()))
+    return lax.dot_general(first, second, dims, preferred_element_type=jnp.float32)
+
+
+def compiler_parameters(*semantics: Any) -> tpu.CompilerParams:
+    """Return the parameters of a kernel that can use half of the memory of a core. `semantics` are
+    those of the grid dims.
+    """
+    return tpu.CompilerParams(
+        dimension_semantics=semantics, vmem_limit_bytes=tpu_cores().vmem_mib * 2**20
+    )
