@@ -509,9 +509,8 @@ class StepProgram:
         """Add the loss of the microbatch that leaves the pipeline, and write the loss cotangent to
         the inbox.
         """
-        cotangent, carry = self.loss_slot.loss_and_grad(carry, row, output)
         ports = [arrival.port for arrival in self.schedule.arrivals]
-        return self._receive(carry, row, {ports.index("loss"): cotangent}, ("loss",))
+        return self.loss_slot.loss_and_grad(carry, row, output, row.arrivals[ports.index("loss")])
 
     # The full step.
 

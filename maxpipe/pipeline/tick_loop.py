@@ -313,10 +313,10 @@ class LossSlot:
         return jax.tree.map(lambda leaf: empty_slots(num_microbatches, leaf), outputs)
 
     def loss_and_grad(
-        self, carry: Buffers, row: TickRow, output: jax.Array
-    ) -> tuple[jax.Array, Buffers]:
-        """Add the loss and gradients of the microbatch that leaves the pipeline; return the loss
-        cotangent.
+        self, carry: Buffers, row: TickRow, output: jax.Array, slot: jax.Array
+    ) -> Buffers:
+        """Add the loss and gradients of the microbatch that leaves the pipeline, and write the loss
+        cotangent to a slot of the inbox.
         """
         gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
@@ -326,7 +326,9 @@ class LossSlot:
             table = gradients.embedding if self.mtp.reads_embedding else None
             totals = MtpTotals(carry.ahead, gradients.mtp, table)
 
-        def work(loss: jax.Array, norm: Tree, head: jax.Array, totals: MtpTotals | None):
+        def work(
+            inbox: jax.Array, loss: jax.Array, norm: Tree, head: jax.Array, totals: MtpTotals | None
+        ):
             norm_params, columns, last, inputs = self._head_inputs(row.loss, output)
             add_mtp = None
             if self.mtp is not None and totals is not None:
@@ -338,22 +340,24 @@ class LossSlot:
             # The gradients of frozen parameters are unused, so XLA does not compute them.
             norm = jax.tree.map(jnp.add, norm, self.trainable_norm(new.norm))
             head = self.head_weights.accumulate(head, 0, new.head)
-            return new.output, loss + new.sums, norm, head, totals
+            # Writing the cotangent here instead of returning it saves two passes over an
+            # activation in the ticks without a loss.
+            inbox = write_slot(inbox, slot, new.output)
+            return inbox, loss + new.sums, norm, head, totals
 
-        def idle(loss: jax.Array, norm: Tree, head: jax.Array, totals: MtpTotals | None):
-            return jnp.zeros_like(output), loss, norm, head, totals
-
+        state = (carry.inbox, carry.loss, gradients.final_norm, gradients.head, totals)
         with jax.named_scope(scopes.HEAD):
-            cotangent, loss, norm, head, totals = lax.cond(
-                row.loss >= 0, work, idle, carry.loss, gradients.final_norm, gradients.head, totals
+            inbox, loss, norm, head, totals = lax.cond(
+                row.loss >= 0, work, lambda *state: state, *state
             )
         gradients = gradients._replace(final_norm=norm, head=head)
+        carry = carry._replace(inbox=inbox)
         if totals is None:
-            return cotangent, carry._replace(loss=loss, gradients=gradients)
+            return carry._replace(loss=loss, gradients=gradients)
         gradients = gradients._replace(mtp=totals.gradients)
         if totals.embedding is not None:
             gradients = gradients._replace(embedding=totals.embedding)
-        return cotangent, carry._replace(loss=loss, gradients=gradients, ahead=totals.results)
+        return carry._replace(loss=loss, gradients=gradients, ahead=totals.results)
 
     def _head_inputs(
         self, microbatch: jax.Array, output: jax.Array
