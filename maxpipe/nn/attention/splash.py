@@ -245,8 +245,7 @@ def _kernel_call(
     query, key, value = arrays
     sizes, function = _blocks(query, key, value, call), call.function(window)
     first = _first_tokens(query, seen, sizes)
-    scaled = (query.astype(jnp.float32) * function.query_scale).astype(query.dtype)
-    operands = (scaled, key, value, seen.segments, seen.key_segments, first)
+    operands = (query, key, value, seen.segments, seen.key_segments, first)
     options = {"function": function, "sizes": sizes, "interpret": call.interpret}
     return _num_scored_pairs(query, key, window, call, sizes), operands, options
 

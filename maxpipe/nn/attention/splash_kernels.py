@@ -69,12 +69,16 @@ class ScoreFunction:
 
     @property
     def query_scale(self) -> float:
-        """Return the factor applied to queries before the kernels.
+        """Return the factor by which the kernels multiply queries.
 
         The kernels compute powers of two. With a soft cap, the product of queries and keys is the
         argument of `tanh`.
         """
         return self.scale / self.soft_cap if self.soft_cap else self.scale * _LOG2_E
+
+    def scale_queries(self, query: Array) -> Array:
+        """Return a block of queries times `query_scale`, in the dtype of the queries."""
+        return (query.astype(jnp.float32) * self.query_scale).astype(query.dtype)
 
     def intersects_block(self, first: Any, size: int, first_keys: Any, size_keys: int) -> Any:
         """Return whether any query token of a query block attends to any key of a key block, given
@@ -190,8 +194,7 @@ def forward(
 ) -> tuple[Float[Array, "B N T v"], Float[Array, "B N T"]]:
     """Return the attention output and the float32 log-sum-exp of the scores.
 
-    The queries have been multiplied by `function.query_scale`. A query token that attends to no key
-    has zeros and a very small log-sum-exp.
+    A query token that attends to no key has zeros and a very small log-sum-exp.
     """
     batch, heads, tokens, size = query.shape
     value_size, group = value.shape[3], heads // key.shape[1]
@@ -230,6 +233,7 @@ def forward(
                 tpu.VMEM((sizes.queries, LANES), jnp.float32),
                 tpu.VMEM((sizes.queries, LANES), jnp.float32),
                 tpu.VMEM((sizes.queries, value_size), jnp.float32),
+                tpu.VMEM((sizes.queries, size), query.dtype),
             ],
         ),
         compiler_params=compiler_parameters("parallel", "arbitrary"),
@@ -249,7 +253,7 @@ def _forward_kernel(
 ) -> None:
     """Add one block of keys to the output of a block of queries (online softmax)."""
     pairs, start, refs = BlockPairs(*refs[:5]), refs[5], refs[6:]
-    query, key, value, segments, key_segments, out, sums, top, total, mixed = refs
+    query, key, value, segments, key_segments, out, sums, top, total, mixed, scaled = refs
     (sequence, head), step = _divmod(pl.program_id(0), heads), pl.program_id(1)
     flags = pairs.flags[sequence * num_pairs + step]
 
@@ -259,11 +263,12 @@ def _forward_kernel(
         top[...] = jnp.full(top.shape, start[head] if has_sinks else _MASKED_SCORE)
         total[...] = jnp.full(total.shape, 1.0 if has_sinks else 0.0)
         mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
+        scaled[...] = function.scale_queries(query[...])
 
     def add(begin: int, is_masked: bool) -> None:
         size = sizes.keys_at_once
         part = pl.ds(begin, size)
-        scores, _ = _scores(function, dot(query[...], key[part], 1, 1))
+        scores, _ = _scores(function, dot(scaled[...], key[part], 1, 1))
         if is_masked:
             seen = _visible(function, pairs.distance[step] - begin, scores.shape, 0)
             seen &= _columns(segments[...], size) == key_segments[:, part]
@@ -319,10 +324,9 @@ def backward(
     sizes: BlockSizes,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B G S H"], Float[Array, "B G S v"]]:
-    """Return the gradients of the queries before scaling, of the keys and of the values.
+    """Return the gradients of the queries, keys and values.
 
-    The queries have been multiplied by `function.query_scale`. `mixed` and `sums` are the results
-    of the forward pass.
+    `mixed` and `sums` are the results of the forward pass.
     """
     products = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
     sums = sums * _LOG2_E
@@ -505,7 +509,8 @@ def _backward_kernel(
 
     def add(begin: int, is_masked: bool) -> None:
         part = pl.ds(begin, sizes.keys_at_once)
-        keys, rows, cotangents = key[part], query[...], d_mixed[...]
+        keys, cotangents = key[part], d_mixed[...]
+        rows = function.scale_queries(query[...])
         scores, slope = _scores(function, dot(keys, rows, 1, 1))
         if is_masked:
             seen = _visible(function, pairs.distance[step] - begin, scores.shape, 1)
