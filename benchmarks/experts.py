@@ -116,7 +116,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
         shaped(rows, "int32", spec),
         shaped((len(devices),), "int32", spec),
     )
-    settings = compiler_options("tpu", devices[0].device_kind, d_model=shape.d_model)
+    settings = compiler_options("tpu", devices[0].device_kind)
     with jax.set_mesh(mesh):
         body = jax.shard_map(
             run, in_specs=(jax.P(), spec, spec, spec), out_specs=spec, axis_names={"data"}

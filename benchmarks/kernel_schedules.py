@@ -249,7 +249,7 @@ def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
         for heads in (8, 2)
     )
     ids = jax.ShapeDtypeStruct((1, tokens), "int32", sharding=whole)
-    options = compiler_options("tpu", devices[0].device_kind, d_model=4096)
+    options = compiler_options("tpu", devices[0].device_kind)
     with jax.set_mesh(mesh):
         jax.jit(run).lower(array, keys, keys, ids).compile(options)
     hardware, cores = target.hardware, 2 if chip in TWO_CORES else 1

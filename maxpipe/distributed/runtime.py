@@ -200,15 +200,10 @@ _FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "tru
 """Fuse the quantization of operands into 8-bit matmuls. If an operand is used by several matmuls,
 `parallel.low_precision` materializes the quantized values."""
 _VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""VMEM limit of a fusion. A higher limit than the default reduces the cycles of decoder layers by 3
-to 5%, and increases compile time by a third to two thirds."""
-_LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
-_WIDE, _MAX_VMEM_KIB = 8192, {"TPU v5": 32768, "TPU v6 lite": 98304}
-"""Minimum `model.d_model` for a limit of 32 MiB, which reduces cycles by 2% compared with 24 MiB
-(models with 70B or 405B parameters), and device kinds with larger limits for all models. The MLP
-of an 8B model, forward and backward, needs 31.3 Mcycles with 24 MiB on v6e, 26.7 with 32 MiB, 23.2
-with 48 MiB and 23.4 with 64 MiB. On v5p, it needs 34.6 with 32 MiB and 33.9 with 48 MiB, which
-increases compile time by half. Models with experts gain nothing on v5p
+_VMEM_MIB = {"TPU v5": 48, "TPU v5 lite": 48, "TPU v6 lite": 96, "TPU7x": 56}
+"""VMEM limit of a fusion in MiB, for device kinds with a large memory. Higher limits reduce the
+cycles of the matmuls of decoder layers, by 40% on TPU7x compared with 24 MiB, but increase compile
+time (`benchmarks/device_options.md`). Models with experts gain nothing on v5p
 (`benchmarks/tpu_step.md`)."""
 
 
@@ -224,7 +219,6 @@ def compiler_options(
     platform: str,
     kind: str,
     *,
-    d_model: int,
     spares_memory: bool = False,
     in_8_bits: bool = False,
     has_chunks: bool = False,
@@ -242,10 +236,9 @@ def compiler_options(
     options: dict[str, str | bool] = {}
     options |= _LOW_MEMORY_OPTIONS if spares_memory else _ASYNC_OPTIONS.get(kind, _ASYNC_ALL_TO_ALL)
     options = options | (_FUSED_DOWNCAST if in_8_bits else {})
-    if kind not in _LARGE_VMEM_KINDS:
-        return options
-    kib = _MAX_VMEM_KIB.get(kind, 32768 if d_model >= _WIDE else 24576)
-    return options | {_VMEM: str(kib)}
+    if kind in _VMEM_MIB:
+        options = options | {_VMEM: str(1024 * _VMEM_MIB[kind])}
+    return options
 
 
 def use_cpu_only() -> None:

@@ -300,7 +300,6 @@ class Steps(StateLayout):
         return compiler_options(
             device.platform,
             device.device_kind,
-            d_model=config.d_model,
             spares_memory=self.engine.remat_policy.remat == "chunk",
             in_8_bits=config.matmul != "default",
             has_chunks=self.param_layout.mesh.shape["expert"] > 1

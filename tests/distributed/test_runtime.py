@@ -318,30 +318,26 @@ def test_port_in_use_is_config_error():
 
 
 def test_compiler_options_depend_on_device_and_model() -> None:
-    assert runtime.compiler_options("cpu", "cpu", d_model=8, has_chunks=True) == {}
-    assert runtime.compiler_options("gpu", "NVIDIA H100", d_model=8) == {}
-    chunked = runtime.compiler_options("gpu", "NVIDIA H100", d_model=8, has_chunks=True)
+    assert runtime.compiler_options("cpu", "cpu", has_chunks=True) == {}
+    assert runtime.compiler_options("gpu", "NVIDIA H100") == {}
+    chunked = runtime.compiler_options("gpu", "NVIDIA H100", has_chunks=True)
     assert chunked == {"xla_gpu_enable_latency_hiding_scheduler": True}
     old, new, small = (
-        runtime.compiler_options("tpu", kind, d_model=4096)
-        for kind in ("TPU v4", "TPU v5", "TPU v5 lite")
+        runtime.compiler_options("tpu", kind) for kind in ("TPU v4", "TPU v5", "TPU v5 lite")
     )
     assert old.items() < new.items()
-    wide, below = (
-        runtime.compiler_options("tpu", "TPU v5 lite", d_model=d_model) for d_model in (8192, 8191)
-    )
     limit = "xla_tpu_scoped_vmem_limit_kib"
-    assert below == small and int(wide[limit]) > int(small[limit]) and limit not in old
+    assert limit not in old
     # Only v5e can fuse all-gathers with other operations, and it has no sparse cores.
     fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     assert fused in small and fused not in old.keys() | new.keys()
     assert any("sparse_core" in name for name in new)
     assert not any("sparse_core" in name for name in small)
-    spare = runtime.compiler_options("tpu", "TPU v5", d_model=4096, spares_memory=True)
+    spare = runtime.compiler_options("tpu", "TPU v5", spares_memory=True)
     # The all-to-all of expert tokens is asynchronous in both cases.
     assert spare.keys() & old.keys() == {"xla_tpu_enable_async_ragged_all_to_all"}
-    rounds = runtime.compiler_options("tpu", "TPU v5", d_model=4096, in_8_bits=True)
+    rounds = runtime.compiler_options("tpu", "TPU v5", in_8_bits=True)
     assert rounds.keys() - new.keys() == {"xla_tpu_allow_conv_input_fusion_with_downcast_convert"}
     assert new.items() < rounds.items()
-    trillium = runtime.compiler_options("tpu", "TPU v6 lite", d_model=4096)
-    assert int(trillium[limit]) > int(new[limit]) and new[limit] == wide[limit]
+    trillium = runtime.compiler_options("tpu", "TPU v6 lite")
+    assert int(trillium[limit]) > int(new[limit])
