@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -102,12 +101,21 @@ FOR_PROGRAM = {
 """Rows for one program only, in addition to those for all programs."""
 OTHER_KINDS = ("default of XLA", "scheduler")
 """Rows for GPUs other than the H100."""
-MLP = "an MLP of llama3-8b, forward and backward, 8,192 tokens on one device"
-MLP_SIZES = 8192, 4096, 14336
-"""Numbers of tokens, of model dims and of hidden units."""
-TPU_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    f"{mib} MiB": (f"xla_tpu_scoped_vmem_limit_kib={mib * 1024}",) for mib in (24, 32, 48, 60)
+LAYERS = "layers of llama3-8b, 2 microbatches of 8,192 tokens on each device"
+"""Program of the TPU rows."""
+NUM_LAYERS, NUM_MICROBATCHES = 4, 2
+LAYER_SIZES = (
+    f"llama3-8b model.num_layers={NUM_LAYERS} model.vocab_size=8192 train.steps=10 "
+    f"train.sequence_length=8192 pipeline.microbatches={NUM_MICROBATCHES} "
+    "pipeline.weight_gather=step pipeline.remat=names pipeline.saved_names=[attention,gate]"
+)
+TPU_MIB = {
+    "v5e:2x2": (24, 48, 96),
+    "v5p:2x2x1": (32, 48, 64),
+    "v6e:2x2": (48, 80, 96),
+    "tpu7x:2x2x1": (24, 48, 56),
 }
+"""VMEM limits of the TPU rows."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +147,9 @@ def all_rows() -> list[Row]:
         for name in OTHER_KINDS
     ]
     rows += [
-        Row(topology, MLP, *each)
-        for topology in ("v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-        for each in TPU_OPTIONS.items()
+        Row(topology, LAYERS, f"{mib} MiB", (f"xla_tpu_scoped_vmem_limit_kib={mib * 1024}",))
+        for topology, limits in TPU_MIB.items()
+        for mib in limits
     ]
     return rows
 
@@ -154,57 +162,43 @@ def compile_rows(rows: Sequence[Row]) -> None:
     from maxpipe.planner.topology import parse_topology, prepare
 
     topology, program = rows[0].topology, rows[0].program
-    if program == MLP:
-        _compile_mlp(topology, rows)
-        return
     target = parse_topology(topology, 2 if program == TWO_SLICES else 1)
-    loaded = read_config(PROGRAMS[program].split())
+    settings = PROGRAMS.get(program, LAYER_SIZES).split()
+    if program == LAYERS:
+        devices = target.num_devices
+        settings += [f"mesh.ici_fsdp={devices}", f"train.batch_size={NUM_MICROBATCHES * devices}"]
+    loaded = read_config(settings)
     prepare(target)
     from maxpipe.planner.compile import lower_step
 
     lowered = lower_step(loaded, target)
+    figures = layer_figures if program == LAYERS else figures_of
     for row in rows:
         given = dict(option.split("=", 1) for option in row.options)
-        print(json.dumps({row.key: figures_of(lowered, given)}), flush=True)
+        print(json.dumps({row.key: figures(lowered, given)}), flush=True)
 
 
-def _compile_mlp(name: str, rows: Sequence[Row]) -> None:
-    """Compile an MLP and its gradients for one TPU device with the options of each row."""
-    from maxpipe.planner import topology
+def layer_figures(lowered: Any, given: Mapping[str, str]) -> dict[str, Any]:
+    """Compile a traced step for TPUs with these options, and return the cycles of a layer without
+    attention kernels.
+    """
+    from maxpipe.planner.compile import profile_step, versions
 
-    target = topology.parse_topology(name)
-    topology.prepare(target)
-    import jax
-    import jax.numpy as jnp
-
-    from maxpipe.planner.compile import versions
-
-    device = jax.sharding.SingleDeviceSharding(topology.topology_devices(target)[0])
-    tokens, width, hidden = MLP_SIZES
-
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=device)
-
-    def mlp(x: Any, gate: Any, up: Any, down: Any) -> Any:
-        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
-
-    def both(cotangent: Any, *inputs: Any) -> Any:
-        result, pull = jax.vjp(mlp, *inputs)
-        return result, pull(cotangent)
-
-    weights = array(width, hidden), array(width, hidden), array(hidden, width)
-    lowered = jax.jit(both).lower(array(1, tokens, width), array(1, tokens, width), *weights)
-    for row in rows:
-        start = time.monotonic()
-        compiled = lowered.compile(dict(option.split("=", 1) for option in row.options))
-        cycles = re.findall(r'"estimated_cycles":"(\d+)"', compiled.as_text())
-        values = {
-            "cycles": sum(map(int, cycles)),
-            "memory_bytes": compiled.memory_analysis().temp_size_in_bytes,
-            "seconds": time.monotonic() - start,
-            "versions": versions(),
-        }
-        print(json.dumps({row.key: values}), flush=True)
+    start = time.monotonic()
+    compiled = lowered.compile(given)
+    _, found = profile_step(
+        compiled.as_text(), lowered.steps, lowered.config.pipeline.weight_gather
+    )
+    cycles = {
+        region: sum(each.cycles for each in found.entries if each.region == region)
+        for region in ("forward", "backward")
+    }
+    return {
+        **{f"{region}_cycles": each for region, each in cycles.items()},
+        "memory_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "seconds": time.monotonic() - start,
+        "versions": versions(),
+    }
 
 
 def figures_of(lowered: Any, given: Mapping[str, str]) -> dict[str, Any]:
@@ -299,15 +293,9 @@ def page(results: Mapping[str, Any]) -> str:
         groups.setdefault((row.topology, row.program), []).append(row)
     for (topology, program), rows in groups.items():
         lines += [f"## {topology}: {program}", ""]
-        if program == MLP:
-            values = [results[row.key] for row in rows]
-            lines += table(
-                ["row", "Mcycles", "temporary GiB"],
-                [
-                    [row.name, f"{each['cycles'] / 1e6:.1f}", f"{each['memory_bytes'] / GIB:.2f}"]
-                    for row, each in zip(rows, values, strict=True)
-                ],
-            )
+        if program == LAYERS:
+            lines += [f"`{LAYER_SIZES}`", ""]
+            lines += table(LAYER_HEAD, [[row.name, *layer_cells(results[row.key])] for row in rows])
             continue
         lines += [f"`{PROGRAMS[program]}`", ""]
         lines += table(HEAD, [[row.name, *cells(results[row.key])] for row in rows])
@@ -332,6 +320,19 @@ def cells(found: Mapping[str, Any]) -> list[str]:
         *(f"{size / GIB:.2f}" for size in sizes),
         f"{1e3 * found['exposed_seconds']:.1f}",
         f"{found['memory_bytes'] / GIB:.2f}",
+    ]
+
+
+LAYER_HEAD = ("row", "forward Mcycles", "backward Mcycles", "temporary GiB", "compile seconds")
+
+
+def layer_cells(found: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a TPU row after its name, per layer and microbatch."""
+    count = 1e6 * NUM_LAYERS * NUM_MICROBATCHES
+    return [
+        *(f"{found[f'{region}_cycles'] / count:.2f}" for region in ("forward", "backward")),
+        f"{found['memory_bytes'] / GIB:.2f}",
+        f"{found['seconds']:.0f}",
     ]
 
 
