@@ -232,7 +232,7 @@ def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
     import jax
 
     from maxpipe.distributed.runtime import compiler_options
-    from maxpipe.nn.attention import splash
+    from maxpipe.nn.attention import splash, splash_kernels
     from maxpipe.nn.attention.interface import Mask
 
     devices = topology.topology_devices(target)
@@ -260,13 +260,20 @@ def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
         kind = kernel.name.split("_")[1].partition(".")[0]
         (queries, keys) = (kernel.windows[index][0][-2] for index in (0, 1))
         peak = MATMULS[kind] * queries * keys * head_dim / per_cycle
-        # A block is computed with or without a mask. The other blocks of instructions run for the
-        # first and for the last of the visible key blocks.
-        *rest, plain, masked = sorted(block.bundles for block in kernel.active.inner)
-        visible = (tokens / queries + 1) / 2
-        scores = ((visible - 1) * max(plain, peak) + max(masked, peak) + sum(rest)) / visible
-        rates[kind] = peak / (scores + kernel.overhead)
-        peaks, times = peaks + peak, times + peak / rates[kind]
+        # The largest blocks of instructions compute a pair without a mask, with a mask, and on the
+        # diagonal, in this order. The others run for the first and for the last of the visible key
+        # blocks.
+        blocks = sorted(kernel.active.inner, key=lambda block: block.bundles)
+        rest = sum(block.bundles for block in blocks[:-3])
+        plain, _, diagonal = (
+            block.bundles for block in sorted(blocks[-3:], key=lambda block: block.first)
+        )
+        share = splash_kernels.BlockSizes(queries, keys, keys).diagonal_share
+        below = (tokens / queries - 1) / 2
+        scores = below * max(plain, peak) + max(diagonal, share * peak) + rest
+        computed = (below + share) * peak
+        rates[kind] = computed / (scores + (below + 1) * kernel.overhead)
+        peaks, times = peaks + computed, times + computed / rates[kind]
     return rates | {"all": peaks / times}
 
 

@@ -45,10 +45,15 @@ CASES: dict[str, dict[str, Any]] = {
     "zig-zag window": {"tokens": 256, "keys": 1024, "places": ZIG_ZAG, "run": 128, "window": 150},
     "by layer": {"tokens": 384, "windows": WINDOWS, "window": 100, "sinks": True},
     "by layer, all": {"windows": WINDOWS, "window": 0},
+    "divided diagonal": {"tokens": 2048, "block": 1024, "window": 700, "soft_cap": 2.0},
+    "divided diagonal, zig-zag": {
+        **{"tokens": 1536, "keys": 3072, "block": 768, "run": 768, "sinks": True},
+        "places": np.r_[:768, 2304:3072],
+    },
 }
 
 
-@pytest.mark.parametrize("name", keeping(CASES, 0, 1, 2, 3, 4, 5, 7))
+@pytest.mark.parametrize("name", keeping(CASES, 0, 1, 2, 3, 4, 5, 7, 10, 11))
 def test_kernels_equal_xla_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare outputs and gradients of queries, keys, values and sinks over several blocks."""
     given = dict(CASES[name])
@@ -56,7 +61,8 @@ def test_kernels_equal_xla_attention(name: str, monkeypatch: pytest.MonkeyPatch)
     keys, size = given.pop("keys", tokens), given.pop("size", 32)
     value_size, places = given.pop("value_size", size), given.pop("places", None)
     has_sinks, window = given.pop("sinks", False), given.pop("window", 0)
-    monkeypatch.setattr(splash, "attention_block_size", lambda tokens, size: 128)
+    block = given.pop("block", 128)
+    monkeypatch.setattr(splash, "attention_block_size", lambda tokens, size, window: block)
     draw = [jax.random.key(number) for number in range(5)]
     query = jax.random.normal(draw[0], (B, tokens, N, size))
     key = jax.random.normal(draw[1], (B, keys, groups, size))
@@ -109,7 +115,7 @@ def test_gradients_with_little_memory(
     def gradients(attend: Any) -> Any:
         return jax.vjp(lambda *arrays: attend(*arrays, mask), query, key, value)[1](d_mixed)
 
-    monkeypatch.setattr(splash, "attention_block_size", lambda tokens, size: 128)
+    monkeypatch.setattr(splash, "attention_block_size", lambda tokens, size, window: 128)
     wanted = gradients(xla.attend)
     got = gradients(lambda *arguments: splash.attend(*arguments, interpret=True))
     for left, right in zip(got, wanted, strict=True):
@@ -205,16 +211,23 @@ def test_blocks_of_different_documents_are_skipped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size", "block"),
-    [(128, 64, 128), (2048, 128, 512), (8192, 128, 1024), (8192, 256, 512), (1920, 128, 384)],
+    ("tokens", "size", "window", "block"),
+    [
+        *((128, 64, 0, 128), (2048, 128, 0, 1024), (8192, 128, 0, 1024), (8192, 256, 0, 512)),
+        *((1920, 128, 0, 640), (8192, 128, 512, 512), (8192, 128, 513, 1024)),
+    ],
 )
-def test_block_size_divides_sequence_length(tokens: int, size: int, block: int) -> None:
-    assert splash.attention_block_size(tokens, size) == block
+def test_block_size_divides_sequence_length(
+    tokens: int, size: int, window: int, block: int
+) -> None:
+    assert splash.attention_block_size(tokens, size, window) == block
     assert tokens % block == 0 and block % splash.LANES == 0
 
 
 def test_kernels_report_flops_of_computed_blocks() -> None:
-    """A causal square of 2048 has 10 of 16 blocks of 512, and fewer with a window."""
+    """A causal square of 2048 has 3 of 4 blocks of 1024, but only 10 of 16 parts of each block on
+    the diagonal are computed. With a window of 512, the square has 7 of 16 blocks of 512.
+    """
     shape = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)
 
     def run(query: Any, window: Any) -> Any:
@@ -227,13 +240,13 @@ def test_kernels_report_flops_of_computed_blocks() -> None:
         return set(re.findall(r"(?:window_\d+/)?flops_\d+", text))
 
     pairs = 2 * 2048**2
-    forward = {f"window_{w}/flops_{4 * 64 * pairs * n // 16}" for w, n in ((0, 10), (512, 7))}
+    forward = {f"window_{w}/flops_{4 * 64 * pairs * n // 16}" for w, n in ((0, 9), (512, 7))}
     number = jax.ShapeDtypeStruct((), jnp.int32)
     assert names(run, shape, number) >= forward
     gradient = jax.grad(lambda q, w: run(q, w).astype(jnp.float32).sum())
     found = names(gradient, shape, number)
     # One kernel with five matmuls.
-    assert found >= {f"window_0/flops_{10 * 64 * pairs * 10 // 16}"}
+    assert found >= {f"window_0/flops_{10 * 64 * pairs * 9 // 16}"}
 
 
 # The code around the kernels.

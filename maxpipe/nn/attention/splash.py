@@ -26,9 +26,9 @@ from maxpipe.nn.attention.splash_kernels import LANES, BlockSizes, ScoreFunction
 from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
-_LONG = 4096
-"""Minimum sequence length for which large blocks are used. Larger blocks need fewer kernel steps,
-each with a fixed overhead, but waste a larger share of the work on the half-masked diagonal."""
+_SHORT_WINDOW = 512
+"""Maximum window size for which small blocks are used. Larger blocks need fewer kernel steps, each
+with a fixed overhead, but compute more scores outside of the window."""
 
 
 def attend(
@@ -243,7 +243,7 @@ def _kernel_call(
     `arrays` are the queries [B, N, T, H], and the keys and values [B, G, S, ...].
     """
     query, key, value = arrays
-    sizes, function = _blocks(query, key, value, call), call.function(window)
+    sizes, function = _blocks(query, key, value, window, call), call.function(window)
     first = _first_tokens(query, seen, sizes)
     operands = (query, key, value, seen.segments, seen.key_segments, first)
     options = {"function": function, "sizes": sizes, "interpret": call.interpret}
@@ -265,19 +265,19 @@ def _first_tokens(query: Array, seen: _SplashMask, sizes: BlockSizes) -> Int[Any
 # Blocks.
 
 
-def attention_block_size(tokens: int, head_dim: int) -> int:
+def attention_block_size(tokens: int, head_dim: int, window: int = 0) -> int:
     """Return the query or key block size for `tokens` contiguous tokens."""
-    most = 1024 if tokens >= _LONG and head_dim <= LANES else 512
+    most = 512 if head_dim > LANES or 0 < window <= _SHORT_WINDOW else 1024
     sizes = range(LANES, min(tokens, most) + 1, LANES)
     return max(size for size in sizes if tokens % size == 0)
 
 
-def _blocks(query: Array, key: Array, value: Array, call: SplashOptions) -> BlockSizes:
+def _blocks(query: Array, key: Array, value: Array, window: int, call: SplashOptions) -> BlockSizes:
     """Return the block sizes for queries [B, N, T, H] and keys and values [B, G, S, ...]."""
     size = max(query.shape[-1], value.shape[-1])
-    keys = attention_block_size(key.shape[-2], size)
+    keys = attention_block_size(key.shape[-2], size, window)
     at_once = keys // 2 if keys % (2 * LANES) == 0 and keys > 512 else keys
-    return BlockSizes(attention_block_size(call.run, size), keys, at_once)
+    return BlockSizes(attention_block_size(call.run, size, window), keys, at_once)
 
 
 def _num_scored_pairs(
@@ -292,4 +292,5 @@ def _num_scored_pairs(
     first = np.arange(0, key.shape[-2], sizes.queries)
     first_keys = np.arange(0, key.shape[-2], sizes.keys)
     seen = call.function(window).intersects_block(first, sizes.queries, first_keys, sizes.keys)
-    return rows * heads * tokens * key.shape[-2] * float(seen.mean())
+    weights = np.where(first[:, None] == first_keys, sizes.diagonal_share, 1) if call.causal else 1
+    return rows * heads * tokens * key.shape[-2] * float((seen * weights).mean())

@@ -39,9 +39,10 @@ _VMEM_SHARE = 0.9
 _NUM_TEMPORARIES = 4
 """Number of float32 blocks of scores that exist at the same time in the backward kernel."""
 
-_FIRST, _LAST, _MASKED, _SKIPPED, _QUERY_FIRST, _QUERY_LAST = (1 << n for n in range(6))
+_FIRST, _LAST, _MASKED, _SKIPPED, _DIAGONAL, _QUERY_FIRST, _QUERY_LAST = (1 << n for n in range(7))
 """Flags of block pairs: first and last pair of the output block, whether scores can be masked,
-whether all scores are masked, first and last pair of the query block."""
+whether all scores are masked, whether the pair is on the diagonal of a causal mask, first and last
+pair of the query block."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,22 @@ class BlockSizes:
     """Key tokens of a grid step."""
     keys_at_once: int
     """Key tokens for which scores are computed at a time."""
+
+    @property
+    def keys_on_diagonal(self) -> int:
+        """Return the size of the parts of a key block on the diagonal of a causal mask. The first
+        queries of the block attend to no key of the later parts. Small blocks are not divided,
+        because smaller matmuls run at a lower rate.
+        """
+        part = 2 * LANES
+        is_large = self.queries == self.keys > 2 * part
+        return part if is_large and self.keys % part == 0 else self.keys
+
+    @property
+    def diagonal_share(self) -> float:
+        """Return the fraction of scores that are computed for a pair on the diagonal."""
+        parts = self.keys // self.keys_on_diagonal
+        return (parts + 1) / (2 * parts)
 
 
 @dataclass(frozen=True)
@@ -155,6 +172,8 @@ def list_pairs(
     ends = xp.where(flags & _QUERY_LAST != 0, np.arange(len(places)), len(places) - 1)
     ends = np.minimum.accumulate(ends[::-1])[::-1] if xp is np else lax.cummin(ends, reverse=True)
     distance = first[query] - xp.asarray(first_keys)[key]
+    if function.causal and sizes.diagonal_share < 1:
+        flags = flags | xp.where(distance == 0, _DIAGONAL, 0)
     flags = flags | _segment_flags(sizes, segments, key_segments, query, key)
     pairs = BlockPairs(query, key, distance, query[ends], flags.reshape(-1))
     return BlockPairs(*(jnp.asarray(each, jnp.int32) for each in pairs)), count
@@ -265,15 +284,14 @@ def _forward_kernel(
         mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
         scaled[...] = function.scale_queries(query[...])
 
-    def add(begin: int, is_masked: bool) -> None:
-        size = sizes.keys_at_once
-        part = pl.ds(begin, size)
-        scores, _ = _scores(function, dot(scaled[...], key[part], 1, 1))
+    def add(begin: int, size: int, start: int, is_masked: bool) -> None:
+        part, rows = pl.ds(begin, size), pl.ds(start, sizes.queries - start)
+        scores, _ = _scores(function, dot(scaled[rows], key[part], 1, 1))
         if is_masked:
-            seen = _visible(function, pairs.distance[step] - begin, scores.shape, 0)
-            seen &= _columns(segments[...], size) == key_segments[:, part]
+            seen = _visible(function, pairs.distance[step] + start - begin, scores.shape, 0)
+            seen &= _columns(segments[:, rows], size) == key_segments[:, part]
             scores = jnp.where(seen, scores, _MASKED_SCORE)
-        previous = top[...]
+        previous = top[rows]
         highest = jnp.maximum(previous, scores.max(1, keepdims=True))
         weights = jnp.exp2(scores - _widen(highest, size))
         shrink = jnp.exp2(previous - highest)
@@ -285,9 +303,9 @@ def _forward_kernel(
         else:
             products = dot(weights.astype(values.dtype), values, 1, 0)
             added = weights.sum(1, keepdims=True)
-        top[...] = highest
-        total[...] = total[...] * shrink + added
-        mixed[...] = mixed[...] * _widen(shrink, mixed.shape[1]) + products
+        top[rows] = highest
+        total[rows] = total[rows] * shrink + added
+        mixed[rows] = mixed[rows] * _widen(shrink, mixed.shape[1]) + products
 
     _for_visible_parts(flags, sizes, add)
 
@@ -495,7 +513,8 @@ def _backward_kernel(
     step, head = pl.program_id(1), pl.program_id(2)
     sequence, _ = _divmod(pl.program_id(0), key_heads)
     flags = pairs.flags[sequence * num_pairs + step]
-    tokens = pl.ds(pl.multiple_of(pairs.query[step] * sizes.queries, LANES), sizes.queries)
+    first = pairs.query[step] * sizes.queries
+    tokens = pl.ds(pl.multiple_of(first, LANES), sizes.queries)
 
     @pl.when((flags & _FIRST != 0) & (head == 0))
     def _() -> None:
@@ -507,23 +526,24 @@ def _backward_kernel(
         empty = jnp.zeros((query_total.shape[1], sizes.queries), jnp.float32)
         query_total[head, :, tokens] = empty
 
-    def add(begin: int, is_masked: bool) -> None:
-        part = pl.ds(begin, sizes.keys_at_once)
-        keys, cotangents = key[part], d_mixed[...]
-        rows = function.scale_queries(query[...])
+    def add(begin: int, size: int, start: int, is_masked: bool) -> None:
+        part, place = pl.ds(begin, size), pl.ds(start, sizes.queries - start)
+        keys, cotangents = key[part], d_mixed[place]
+        rows = function.scale_queries(query[place])
         scores, slope = _scores(function, dot(keys, rows, 1, 1))
         if is_masked:
-            seen = _visible(function, pairs.distance[step] - begin, scores.shape, 1)
-            seen &= _columns(key_segments[:, part], sizes.queries) == segments[...]
+            seen = _visible(function, pairs.distance[step] + start - begin, scores.shape, 1)
+            seen &= _columns(key_segments[:, part], scores.shape[1]) == segments[:, place]
             scores = jnp.where(seen, scores, _MASKED_SCORE)
-        weights = jnp.exp2(scores - sums[...])
+        weights = jnp.exp2(scores - sums[:, place])
         d_values = dot(jnp.transpose(cotangents), weights.astype(cotangents.dtype), 1, 1)
         value_total[:, part] = value_total[:, part] + d_values
-        d_scores = weights * (dot(value[part], cotangents, 1, 1) - products[...])
+        d_scores = weights * (dot(value[part], cotangents, 1, 1) - products[:, place])
         d_scores = (d_scores if slope is None else d_scores * slope).astype(rows.dtype)
         key_total[:, part] = key_total[:, part] + dot(jnp.transpose(rows), d_scores, 1, 1)
         d_rows = dot(jnp.transpose(keys), d_scores, 1, 0)
-        query_total[head, :, tokens] = query_total[head, :, tokens] + d_rows
+        mine = pl.ds(pl.multiple_of(first + start, LANES), sizes.queries - start)
+        query_total[head, :, mine] = query_total[head, :, mine] + d_rows
 
     _for_visible_parts(flags, sizes, add)
 
@@ -543,15 +563,20 @@ def _backward_kernel(
 
 
 def _for_visible_parts(flags: Array, sizes: BlockSizes, add: Any) -> None:
-    """Call `add(begin, is_masked)` for the parts of a key block, unless the block is skipped."""
+    """Call `add(begin, size, start, is_masked)` for the parts of a key block, unless the block is
+    skipped. The part with `size` keys that starts at key `begin` is visible to the queries from
+    `start` on.
+    """
 
-    def run(is_masked: bool) -> None:
-        for start in range(0, sizes.keys, sizes.keys_at_once):
-            add(start, is_masked)
+    def run(size: int, is_masked: bool, is_diagonal: bool = False) -> None:
+        for begin in range(0, sizes.keys, size):
+            add(begin, size, begin if is_diagonal else 0, is_masked)
 
-    kind = flags & (_MASKED | _SKIPPED)
-    pl.when(kind == 0)(partial(run, False))
-    pl.when(kind == _MASKED)(partial(run, True))
+    kind = flags & (_MASKED | _SKIPPED | _DIAGONAL)
+    pl.when(kind == 0)(partial(run, sizes.keys_at_once, False))
+    pl.when(kind == _MASKED)(partial(run, sizes.keys_at_once, True))
+    if sizes.diagonal_share < 1:
+        pl.when(kind == (_MASKED | _DIAGONAL))(partial(run, sizes.keys_on_diagonal, True, True))
 
 
 def _scores(function: ScoreFunction, products: Array) -> tuple[Array, Array | None]:
