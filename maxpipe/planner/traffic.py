@@ -580,22 +580,48 @@ def step_traffic(
     return dict(traffic)
 
 
-def host_traffic(sizes: Sizes) -> dict[str, float]:
-    """Return the bytes that a device copies from and to host memory per step.
+class HostCopies(NamedTuple):
+    """Bytes that a device copies from and to host memory."""
 
-    Offloaded weights are read for each gather and in the update. Rare passes that check the update
-    are not included.
+    from_host: float = 0.0
+    to_host: float = 0.0
+
+
+def layer_host_copies(sizes: Sizes, kind: str, action: str) -> HostCopies:
+    """Return the copies of one pipelined layer's weights and saved activations in a slot of type
+    `F`, `B`, `I` or `W`. Offloaded weights are read for each gather.
+    """
+    if sizes.platform == "cpu" or action == "W":
+        return HostCopies()
+    weights = offloaded_weight_bytes(sizes, {kind: 1})
+    _, saved = sizes.activations.saved_bytes(kind)
+    if action == "F":
+        return HostCopies(weights, saved)
+    return HostCopies((1 + (sizes.config.pipeline.remat == "chunk")) * weights + saved)
+
+
+def update_host_copies(sizes: Sizes) -> HostCopies:
+    """Return the copies of weights and optimizer state in an update. Rare passes that check the
+    update are not included.
     """
     if sizes.platform == "cpu":
-        return {}
-    layers, pipeline = sizes.layers, sizes.config.pipeline
-    runs, gathers = sizes.batch.microbatches / sizes.mesh.stages, 2 + (pipeline.remat == "chunk")
-    every = {kind: runs * count for kind, count in layers.pipelined.items()}
-    saved = sum(count * sizes.activations.saved_bytes(kind)[1] for kind, count in every.items())
-    read = gathers * offloaded_weight_bytes(sizes, every)
-    updated = offloaded_weight_bytes(sizes, layers.slots, sizes.trained)
+        return HostCopies()
+    updated = offloaded_weight_bytes(sizes, sizes.layers.slots, sizes.trained)
     updated += optimizer_bytes(sizes) if offloads_state(sizes) else 0.0
-    return {"from host": read + updated + saved, "to host": updated + saved}
+    return HostCopies(updated, updated)
+
+
+def host_traffic(sizes: Sizes) -> dict[str, float]:
+    """Return the bytes that a device copies from and to host memory per step."""
+    runs, total = sizes.batch.microbatches / sizes.mesh.stages, update_host_copies(sizes)
+    for kind, count in sizes.layers.pipelined.items():
+        for action in "FB":
+            copies = layer_host_copies(sizes, kind, action)
+            total = HostCopies(
+                total.from_host + runs * count * copies.from_host,
+                total.to_host + runs * count * copies.to_host,
+            )
+    return {"from host": total.from_host, "to host": total.to_host}
 
 
 def _all_traffic(
