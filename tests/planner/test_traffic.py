@@ -94,6 +94,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (experts(all_to_all_capacity_factor=1.5), {"ici_expert": 4}, {}),
     # The messages to both neighbors are one message in a ring of two stages.
     ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"schedule": "zb_h1"}),
+    # Stacks of one layer, which are still gathered in each slot; the last layer is not quantized.
+    (MXFP8 | {"num_layers": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"schedule": "zb_h1"}),
+    (MXFP8 | {"num_layers": 2, "matmul": "nvfp4"}, {"ici_fsdp": 2}, {}),
 ]
 
 _NUMBERS = 1100
@@ -131,7 +134,7 @@ def check_bytes(
     return counts, run
 
 
-@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 10, 18), ids=str)
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 10, 18, 22), ids=str)
 def test_predicted_traffic_matches_compiled_program(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:
