@@ -56,6 +56,9 @@ class Hardware:
     """Number of dimensions of the torus; 0 for devices connected by a switch."""
     network_gb_per_second: float
     """Bandwidth between slices per device, in one direction, in GB/s."""
+    host_gb_per_second: float = 0.0
+    """Bandwidth between a device and host memory, in each direction, in GB/s. 0 if no rate is
+    published; the copies are then not part of predicted times."""
     largest_slice: int
     """Maximum number of devices in a slice."""
     clock_ghz: float

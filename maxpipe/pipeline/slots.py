@@ -4,8 +4,9 @@ The layers in a slot run in a loop whose trip count is read from the table: 0 if
 Conditionals are avoided, because XLA copies buffers inside them. If there are several layer types,
 every iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's
 stacks are indexed by the inner counter; otherwise, XLA would treat the reads as loop-invariant and
-copy them out of the loop. With `idle="compute"`, every stage runs as many iterations as the busiest
-stage and discards unused results, so that control flow is identical on all stages.
+copy them out of the loop. If a stack has one entry, XLA removes the index, so a barrier adds it to
+the reads (`bind_to_index`). With `idle="compute"`, every stage runs as many iterations as the
+busiest stage and discards unused results, so that control flow is identical on all stages.
 
 Arrays that are kept between slots of the schedule are stored in buffers with numbered entries,
 which are also called slots.
@@ -41,7 +42,7 @@ from maxpipe.pipeline.remat import (
     SavedArray,
     differentiate_layer,
 )
-from maxpipe.pipeline.weights import LayerWeights
+from maxpipe.pipeline.weights import LayerWeights, bind_to_index
 
 LANES = 128
 """Number of lanes in a TPU vector register; shorter minor dims are padded to this size."""
@@ -73,7 +74,7 @@ def select_microbatch(batch: Tree, index: jax.Array) -> Tree:
 
 def read_slots(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
     """Return the contents of one slot in each buffer, with the memory layout of `write_slots`."""
-    return [_pin_layout(read_slot(buffer, slot)) for buffer in buffers]
+    return [_pin_layout(read_slot(bind_to_index(buffer, slot), slot)) for buffer in buffers]
 
 
 def write_slots(

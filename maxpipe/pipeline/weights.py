@@ -252,8 +252,10 @@ class LayerWeights:
 
     def layer(self, held: Tree, index: jax.Array | int) -> Tree:
         """Return the full weights of one layer."""
-        picked = jax.tree.map(lambda leaf: _layer_of(leaf, index), held)
-        if self.gather_mode != "iteration":
+        gathers = self.gather_mode == "iteration"
+        own = jax.tree.map(lambda leaf: bind_to_index(leaf, index), held) if gathers else held
+        picked = jax.tree.map(lambda leaf: _layer_of(leaf, index), own)
+        if not gathers:
             return picked
         return jax.tree.map(
             lambda leaf, division: gather_weight(leaf, division, self.dtype),
@@ -360,6 +362,19 @@ def _stacked_shape(leaf: jax.Array) -> tuple[int, ...]:
     shape = leaf.shape
     merges = not is_quantized_weight(leaf) and is_on_host(leaf)
     return (math.prod(shape[:3]), *shape[3:]) if merges else shape
+
+
+def bind_to_index(stack: jax.Array, index: jax.Array | int) -> jax.Array:
+    """Return the stack, whose reads inside a loop then depend on `index` even if the stack has only
+    one entry.
+
+    XLA ignores the index of a stack with one entry. Everything that is computed from the entry
+    would then be loop-invariant, and XLA would move it out of the loop over layers: gathers, and
+    weight gradients with their reduce-scatters, would run in every tick, even on idle stages.
+    """
+    if len(stack) > 1 or is_on_host(stack) or not isinstance(index, jax.Array):
+        return stack
+    return lax.optimization_barrier((stack, index))[0]
 
 
 def _layer_of(leaf: jax.Array, index: jax.Array | int) -> jax.Array:

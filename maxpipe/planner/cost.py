@@ -7,6 +7,7 @@ stages overlap with the compute in a tick. `cost_model` predicts the times of la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
 from operator import attrgetter
@@ -15,7 +16,7 @@ import numpy as np
 
 from maxpipe.hardware import MIB, Hardware
 from maxpipe.models.count import train_flops_per_token
-from maxpipe.planner.cost_model import CostModel
+from maxpipe.planner.cost_model import CostModel, LayerCost
 from maxpipe.planner.memory import Memory, predict_memory, state_bytes
 from maxpipe.planner.sizes import Sizes
 from maxpipe.planner.traffic import (
@@ -24,6 +25,7 @@ from maxpipe.planner.traffic import (
     merge_by_axes,
     step_end_traffic,
     step_traffic,
+    update_host_copies,
 )
 from maxpipe.schedule.table import Schedule, SlotColumns
 
@@ -62,12 +64,14 @@ def predict_cost(
     exposed = np.maximum(0.0, hop - behind * model.overlaps)
     work = float(ticks.sum())
     ideal = min(work, _ideal(model, schedule))
-    exchanged = min(ideal, _exchange_seconds(model, schedule))
+    exchanged = min(ideal, _exposed_in_slots(model, schedule, LayerCost.exchange_seconds))
+    hosted = min(ideal - exchanged, _exposed_in_slots(model, schedule, LayerCost.host_seconds))
     loss = np.asarray(schedule.loss_microbatch) >= 0
     train = sizes.config.train
     parts = {
-        "layers": ideal - exchanged,
+        "layers": ideal - exchanged - hosted,
         "exchange": exchanged,
+        "host": hosted + model.host_seconds(sum(update_host_copies(sizes))),
         "bubble": work - ideal,
         "outside": _prologue_seconds(model, schedule),
         "head": float(loss.sum()) * model.head_seconds,
@@ -124,9 +128,9 @@ def _slot_seconds(
     chunk_at = np.array([[ring.chunk(p, r) for p in stages] for r in repeats])
     chunk_of_slot = chunk_at[np.maximum(slots.repeat, 0), stages]
     if not computes:
-        seconds = np.array([model.slots(action, chunk) for chunk in sizes.layers.chunks])
+        seconds = np.array([model.pipelined_slots(action, chunk) for chunk in sizes.layers.chunks])
         return np.where(slots.active, seconds[chunk_of_slot], 0.0)
-    seconds = np.array([model.layers[kind].slot(action) for kind in kinds])
+    seconds = np.array([model.layers[kind].pipelined_slot(action) for kind in kinds])
     ends = accumulate(sizes.layers.partition, initial=sizes.config.pipeline.prologue_layers)
     layers = [sizes.model.layers[start:end] for start, end in pairwise(ends)]
     chunks = np.array(list(zip_longest(*layers))).T
@@ -139,15 +143,19 @@ def _slot_seconds(
 def _ideal(model: CostModel, schedule: Schedule) -> float:
     """Return the total compute time of all layers in seconds, excluding idle time."""
     sizes = model.sizes
-    layers = sum(model.slots(action, sizes.layers.pipelined) for action, _ in schedule.kinds)
+    layers = sum(
+        model.pipelined_slots(action, sizes.layers.pipelined) for action, _ in schedule.kinds
+    )
     return sizes.batch.microbatches * layers / sizes.mesh.stages * model.contention
 
 
-def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
-    """Return the exposed time in seconds of token exchanges between devices."""
+def _exposed_in_slots(
+    model: CostModel, schedule: Schedule, seconds: Callable[[LayerCost, str], float]
+) -> float:
+    """Return the total exposed time in seconds of one cause in all layers' slots."""
     actions = [action for action, _ in schedule.kinds]
-    exchanged = lambda layer: sum(map(layer.exchange_seconds, actions))  # noqa: E731
-    layers = model.total(model.sizes.layers.pipelined, exchanged)
+    exposed = lambda layer: sum(seconds(layer, action) for action in actions)  # noqa: E731
+    layers = model.total(model.sizes.layers.pipelined, exposed)
     return model.sizes.batch.microbatches * layers / model.sizes.mesh.stages * model.contention
 
 

@@ -3,7 +3,8 @@
 The compute time of a layer follows a roofline model. Weight gathers overlap with a fraction of the
 layer's compute that depends on `pipeline.weight_gather`. Token exchanges do not overlap with
 compute, except for keys and values in ring attention and for chunks of expert tokens on GPUs.
-Device and link parameters come from `configs/hardware/` or from a calibration.
+Copies of a layer's arrays from and to host memory overlap with the layer's slot. Device and link
+parameters come from `configs/hardware/` or from a calibration.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from maxpipe.planner.traffic import (
     CommVolume,
     HeadTraffic,
     LayerTraffic,
+    layer_host_copies,
     lookup,
     loss_head_traffic,
     message,
@@ -104,6 +106,11 @@ class CostModel:
             self.send_seconds(volume * (1 + (mesh.shards(volume.axes) == whole))) for volume in sent
         )
 
+    def host_seconds(self, num_bytes: float) -> float:
+        """Return the time in seconds of copies from or to host memory."""
+        rate = self.hardware.host_gb_per_second * 1e9
+        return num_bytes / rate if rate else 0.0
+
     def exposed_seconds(self, seconds: float, work: float) -> float:
         """Return the exposed time of a transfer that overlaps with `work` seconds of compute."""
         return max(0.0, seconds - work * self.overlaps)
@@ -138,6 +145,12 @@ class CostModel:
         type.
         """
         return self.total(layers, lambda layer: layer.slot(action))
+
+    def pipelined_slots(self, action: str, layers: Mapping[str, int]) -> float:
+        """Return the time in seconds of a slot with these pipelined layers, which can have arrays
+        in host memory.
+        """
+        return self.total(layers, lambda layer: layer.pipelined_slot(action))
 
     @property
     def recomputed(self) -> float:
@@ -462,6 +475,26 @@ class LayerCost:
         The other devices are assumed to be idle; see `contention`.
         """
         return self._slots[action]
+
+    def pipelined_slot(self, action: str) -> float:
+        """Return the time in seconds of a slot of this type, including exposed communication and
+        exposed copies from and to host memory.
+        """
+        return self.slot(action) + self.host_seconds(action)
+
+    def host_seconds(self, action: str) -> float:
+        """Return the exposed time in seconds of copies from and to host memory in a slot of this
+        type. The copies in both directions overlap with each other and with the slot.
+        """
+        return self._host_seconds[action]
+
+    @cached_property
+    def _host_seconds(self) -> Mapping[str, float]:
+        def exposed(action: str) -> float:
+            copied = max(layer_host_copies(self.model.sizes, self.name, action))
+            return self.model.exposed_seconds(self.model.host_seconds(copied), self.slot(action))
+
+        return {action: exposed(action) for action in ACTIONS}
 
     @cached_property
     def _slots(self) -> Mapping[str, float]:

@@ -306,21 +306,21 @@ def gathered_itemsize(sizes: Sizes, param: Param | None = None) -> int:
     """
     if param is not None and param.own_dtype:
         return BYTES[param.own_dtype]
-    if param is None or not _is_quantized(sizes, param):
+    if param is None or not is_quantized(sizes, param):
         return sizes.activations.itemsize
-    return 1 if sizes.config.model.matmul == "nvfp4" else num_gathered_arrays(sizes, param)
+    return 1 if sizes.config.model.matmul == "nvfp4" else _num_gathered_arrays(sizes, param)
 
 
-def num_gathered_arrays(sizes: Sizes, param: Param) -> int:
+def _num_gathered_arrays(sizes: Sizes, param: Param) -> int:
     """Return 2 if a parameter is quantized separately for the forward and the backward matmul,
     otherwise 1.
     """
     model = sizes.config.model
     is_shared = model.matmul_scales == "tensor" and model.matmul not in BLOCK_SIZES
-    return 2 if _is_quantized(sizes, param) and not is_shared else 1
+    return 2 if is_quantized(sizes, param) and not is_shared else 1
 
 
-def _is_quantized(sizes: Sizes, param: Param) -> bool:
+def is_quantized(sizes: Sizes, param: Param) -> bool:
     """Return whether a parameter is gathered in 4 or 8 bits; see `Decoder.contracted_dims`."""
     model = sizes.config.model
     return is_multiplied_in_few_bits(model, param) and not sizes.config.mesh.sequence_parallel
@@ -338,7 +338,7 @@ def block_scale_bytes(sizes: Sizes, param: Param) -> float:
     for the forward and the backward matmul.
     """
     matmul = sizes.config.model.matmul
-    if matmul not in BLOCK_SIZES or not _is_quantized(sizes, param):
+    if matmul not in BLOCK_SIZES or not is_quantized(sizes, param):
         return 0.0
     # The blocks of nvfp4 weights have two dims.
     block = BLOCK_SIZES[matmul] ** (2 if matmul == "nvfp4" else 1)
@@ -347,7 +347,7 @@ def block_scale_bytes(sizes: Sizes, param: Param) -> float:
 
 def _scale_bytes(sizes: Sizes, param: Param) -> float:
     """Return the bytes of the scales of a quantized parameter."""
-    if not _is_quantized(sizes, param):
+    if not is_quantized(sizes, param):
         return 0.0
     model = sizes.config.model
     if model.matmul in BLOCK_SIZES:

@@ -152,7 +152,11 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "parameters": parameters,
         "active_parameters": active_params(sizes.model),
         "trained_parameters": trained,
-        "notes": [*sizes.model.notes, *([f"attention: {chosen}"] if chosen else [])],
+        "notes": [
+            *sizes.model.notes,
+            *([f"attention: {chosen}"] if chosen else []),
+            *_host_note(candidate, hardware),
+        ],
         "tokens_per_step": tokens,
         "steps": total_steps(config.train),
         "ramp": _ramp(config),
@@ -182,6 +186,14 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
         "mfu": candidate.cost.mfu,
         "tokens_per_second": tokens / candidate.cost.seconds,
     }
+
+
+def _host_note(candidate: Candidate, hardware: Hardware) -> list[str]:
+    """Return a note if the predicted time excludes copies from and to host memory."""
+    copies = any(link == "host" for _, link in candidate.cost.traffic)
+    if not copies or hardware.host_gb_per_second:
+        return []
+    return ["the step time excludes copies from and to host memory: no bandwidth is published"]
 
 
 def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:

@@ -106,10 +106,14 @@ class MeshShards:
         split = (self.table.get(logical, ()) for _, logical in dims)
         return self.nontrivial_axes(next((axes for axes in split if "fsdp" in axes), ()))
 
+    def axes_of(self, dims: Dims) -> set[str]:
+        """Return all axes that shard an array."""
+        return {axis for _, logical in dims for axis in self.table.get(logical, ())}
+
     def owned_over(self, dims: Dims) -> tuple[str, ...]:
         """Return the token axes over which a parameter remains sharded while it is used."""
-        split = {axis for _, logical in dims for axis in self.table.get(logical, ())}
-        return self.nontrivial_axes((split & {*self.token_axes}) - {*self.gathered_over(dims)})
+        split = self.axes_of(dims) & {*self.token_axes}
+        return self.nontrivial_axes(split - {*self.gathered_over(dims)})
 
     def reduced_over(self, dims: Dims) -> tuple[str, ...]:
         """Return the axes over which a gradient is summed at the end of a step."""

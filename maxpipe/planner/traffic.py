@@ -7,24 +7,22 @@ does not import jax.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from maxpipe.models.count import matrices_ahead
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.spec import Param, Scores
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, matrix_dims
-from maxpipe.parallel.axes import axis_table
+from maxpipe.parallel.axes import BLOCK_SIZES, axis_table
 from maxpipe.planner.memory import loss_blocks, offloaded_weight_bytes, offloads_state
 from maxpipe.planner.memory_terms import (
-    block_scale_bytes,
     gathered_itemsize,
-    num_gathered_arrays,
+    is_quantized,
     optimizer_bytes,
     zero1_dim,
 )
@@ -34,6 +32,8 @@ from maxpipe.schedule.table import Schedule
 INTEGER = 4
 """Size in bytes of a token ID or an expert index."""
 FLOAT32_BYTES = 4
+Pass = Literal["forward", "backward"]
+BOTH_PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
 class CommVolume(NamedTuple):
@@ -94,35 +94,32 @@ class LayerTraffic:
 
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
-        """Return the all-gathers of the layer's weights for both passes."""
-        return _gather_traffic(self.sizes, self._params)
+        """Return the collectives that gather the layer's weights for both passes."""
+        return self._gathered_for(lambda _: BOTH_PASSES)
 
     @cached_property
     def gathered_forward(self) -> tuple[CommVolume, ...]:
-        """Return the all-gathers of a forward pass, which does not use the arrays that are
-        quantized for the backward matmuls.
+        """Return the collectives that gather the weights of a forward pass, which does not use the
+        arrays that are quantized for the backward matmuls.
         """
-        return self._gathered_for(lambda _: 1)
+        return self._gathered_for(lambda _: ("forward",))
 
     @cached_property
     def gathered_backward(self) -> tuple[CommVolume, ...]:
-        """Return the all-gathers of a backward pass, which uses the arrays that are quantized for
-        the forward matmuls only to repeat these matmuls.
+        """Return the collectives that gather the weights of a backward pass, which uses the arrays
+        that are quantized for the forward matmuls only to repeat these matmuls.
         """
         repeated = self.sizes.activations.repeated_matmuls(self.name)
-        return self._gathered_for(lambda key: 1 + (key in repeated))
+        return self._gathered_for(lambda key: BOTH_PASSES if key in repeated else ("backward",))
 
-    def _gathered_for(self, passes: Callable[[tuple[str, str]], int]) -> tuple[CommVolume, ...]:
-        """Return the all-gathers of weights that are used in one or both of two directions.
-
-        `passes` returns the number of directions for the (sublayer, name) of a parameter.
+    def _gathered_for(
+        self, passes: Callable[[tuple[str, str]], Iterable[Pass]]
+    ) -> tuple[CommVolume, ...]:
+        """Return the collectives that gather weights, each for the passes of its (sublayer,
+        name).
         """
         params = self.sizes.model.layer_types[self.name].params
-        used = {
-            key: min(1.0, passes(key) / num_gathered_arrays(self.sizes, param))
-            for key, param in params.items()
-        }
-        return _gather_traffic(self.sizes, params.values(), used=used.values())
+        return _gather_traffic(self.sizes, ((param, passes(key)) for key, param in params.items()))
 
     def gathered_in(self, action: str) -> list[CommVolume]:
         """Return the all-gathers in a slot of type `F`, `B`, `I` or `W` with
@@ -137,7 +134,7 @@ class LayerTraffic:
     def scattered(self) -> tuple[CommVolume, ...]:
         """Return the reduce-scatters of the layer's gradient."""
         size = gradient_itemsize(self.sizes)
-        return _gather_traffic(self.sizes, _trainable(self._params), size=size)
+        return _scatter_traffic(self.sizes, _trainable(self._params), size)
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
@@ -170,22 +167,93 @@ def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
 
 
 def _gather_traffic(
-    sizes: Sizes, params: Iterable[Param], size: int = 0, used: Iterable[float] | None = None
+    sizes: Sizes, params: Iterable[tuple[Param, Iterable[Pass]]]
 ) -> tuple[CommVolume, ...]:
-    """Return the all-gathers or reduce-scatters of parameters, merged if they use the same axes.
+    """Return the collectives that gather parameters for the given passes, merged if they have the
+    same axes and type.
+    """
+    volumes: list[CommVolume] = []
+    for param, passes in params:
+        arrays = _gathered_arrays(sizes, param)
+        volumes += {name: sent for each in passes for name, sent in arrays[each].items()}.values()
+    return _merge_collectives(volumes)
 
-    `used` are the fractions of the parameters' bytes that are gathered, 1 by default.
+
+def _gathered_arrays(sizes: Sizes, param: Param) -> dict[Pass, dict[str, CommVolume]]:
+    """Return the collectives that gather a parameter for each pass, keyed by array.
+
+    Both passes share arrays with the same key. Scales of complete channels and matrices need the
+    maximum over the shards; see `pipeline.weights` and `MatmulQuantizer.quantize_weight`.
+    """
+    mesh, model = sizes.mesh, sizes.config.model
+    axes, elements = mesh.gathered_over(param.dims), mesh.elements(param.dims, whole=True)
+
+    def gather(num_bytes: float) -> CommVolume:
+        return CommVolume(axes, mesh.ring_share(axes) * num_bytes)
+
+    if not is_quantized(sizes, param):
+        values = {"values": gather(gathered_itemsize(sizes, param) * elements)}
+        return {"forward": values, "backward": values}
+    inside = param.dims[: param.num_contracted_dims]
+    outputs = param.dims[param.num_contracted_dims :]
+    if model.matmul == "mxfp8":
+        scales = gather(elements / BLOCK_SIZES["mxfp8"])
+        return {each: {each: gather(elements), f"{each} scales": scales} for each in BOTH_PASSES}
+    if model.matmul == "nvfp4":
+        scales = {"scales": gather(elements / BLOCK_SIZES["nvfp4"] ** 2)}
+        scales |= {"maximum": _scale_maximum(sizes, axes, 1)}
+        return {each: {each: gather(elements / 2), **scales} for each in BOTH_PASSES}
+    if model.matmul_scales == "tensor":
+        values = {"values": gather(elements), "maximum": _scale_maximum(sizes, axes, 1)}
+        return {"forward": values, "backward": values}
+    sides = (inside, outputs), (outputs, inside)
+    arrays: dict[Pass, dict[str, CommVolume]] = {"forward": {}, "backward": {}}
+    for each, (summed, others) in zip(BOTH_PASSES, sides, strict=True):
+        arrays[each][each] = gather(elements)
+        if mesh.gathered_over(summed):
+            maximum = _scale_maximum(sizes, axes, mesh.elements(others))
+            arrays[each][f"{each} maximum"] = maximum
+        else:
+            whole = gather(FLOAT32_BYTES * mesh.elements(others, whole=True))
+            arrays[each][f"{each} scales"] = whole
+        if divided := mesh.nontrivial_axes({"tensor"} & mesh.axes_of(summed)):
+            maximum = _scale_maximum(sizes, divided, mesh.elements(others))
+            arrays[each][f"{each} tensor maximum"] = maximum
+    return arrays
+
+
+def _scale_maximum(sizes: Sizes, axes: tuple[str, ...], count: int) -> CommVolume:
+    """Return the all-reduce of the maxima from which `count` float32 scales are computed."""
+    sent = 2 * sizes.mesh.ring_share(axes) * FLOAT32_BYTES * count
+    return CommVolume(axes, sent, is_all_reduce=True)
+
+
+def _scatter_traffic(sizes: Sizes, params: Iterable[Param], size: int) -> tuple[CommVolume, ...]:
+    """Return the reduce-scatters of gradients with elements of `size` bytes, merged if they use the
+    same axes.
     """
     mesh = sizes.mesh
-    merged: dict[tuple[str, ...], CommVolume] = {}
-    for param, fraction in zip(params, used or itertools.repeat(1.0), strict=False):
-        if axes := mesh.gathered_over(param.dims):
-            itemsize = size or gathered_itemsize(sizes, param)
-            whole = itemsize * mesh.elements(param.dims, whole=True)
-            whole += 0.0 if size else block_scale_bytes(sizes, param)
-            before = merged.get(axes, CommVolume(axes, 0.0, 0))
-            sent = before.num_bytes + mesh.ring_share(axes) * whole * fraction
-            merged[axes] = CommVolume(axes, sent, before.num_collectives + 1)
+    shared = [(param, axes) for param in params if (axes := mesh.gathered_over(param.dims))]
+    return _merge_collectives(
+        CommVolume(axes, mesh.ring_share(axes) * size * mesh.elements(param.dims, whole=True))
+        for param, axes in shared
+    )
+
+
+def _merge_collectives(volumes: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
+    """Merge the collectives that have the same axes and type. All-reduces become one collective, as
+    in compiled programs.
+    """
+    merged: dict[tuple[tuple[str, ...], bool], CommVolume] = {}
+    for volume in volumes:
+        if not volume.axes:
+            continue
+        key = volume.axes, volume.is_all_reduce
+        before = merged.get(key, volume._replace(num_bytes=0.0, num_collectives=0))
+        count = 1 if volume.is_all_reduce else before.num_collectives + volume.num_collectives
+        merged[key] = before._replace(
+            num_bytes=before.num_bytes + volume.num_bytes, num_collectives=count
+        )
     return tuple(merged.values())
 
 
@@ -397,13 +465,13 @@ class HeadTraffic:
     @cached_property
     def gathered(self) -> tuple[CommVolume, ...]:
         """Return the all-gathers of the head weights."""
-        return _gather_traffic(self.sizes, self._params)
+        return _gather_traffic(self.sizes, ((param, BOTH_PASSES) for param in self._params))
 
     @cached_property
     def scattered(self) -> tuple[CommVolume, ...]:
         """Return the reduce-scatters of the head gradients."""
         size = gradient_itemsize(self.sizes)
-        return _gather_traffic(self.sizes, _trainable(self._params), size=size)
+        return _scatter_traffic(self.sizes, _trainable(self._params), size)
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
@@ -512,22 +580,48 @@ def step_traffic(
     return dict(traffic)
 
 
-def host_traffic(sizes: Sizes) -> dict[str, float]:
-    """Return the bytes that a device copies from and to host memory per step.
+class HostCopies(NamedTuple):
+    """Bytes that a device copies from and to host memory."""
 
-    Offloaded weights are read for each gather and in the update. Rare passes that check the update
-    are not included.
+    from_host: float = 0.0
+    to_host: float = 0.0
+
+
+def layer_host_copies(sizes: Sizes, kind: str, action: str) -> HostCopies:
+    """Return the copies of one pipelined layer's weights and saved activations in a slot of type
+    `F`, `B`, `I` or `W`. Offloaded weights are read for each gather.
+    """
+    if sizes.platform == "cpu" or action == "W":
+        return HostCopies()
+    weights = offloaded_weight_bytes(sizes, {kind: 1})
+    _, saved = sizes.activations.saved_bytes(kind)
+    if action == "F":
+        return HostCopies(weights, saved)
+    return HostCopies((1 + (sizes.config.pipeline.remat == "chunk")) * weights + saved)
+
+
+def update_host_copies(sizes: Sizes) -> HostCopies:
+    """Return the copies of weights and optimizer state in an update. Rare passes that check the
+    update are not included.
     """
     if sizes.platform == "cpu":
-        return {}
-    layers, pipeline = sizes.layers, sizes.config.pipeline
-    runs, gathers = sizes.batch.microbatches / sizes.mesh.stages, 2 + (pipeline.remat == "chunk")
-    every = {kind: runs * count for kind, count in layers.pipelined.items()}
-    saved = sum(count * sizes.activations.saved_bytes(kind)[1] for kind, count in every.items())
-    read = gathers * offloaded_weight_bytes(sizes, every)
-    updated = offloaded_weight_bytes(sizes, layers.slots, sizes.trained)
+        return HostCopies()
+    updated = offloaded_weight_bytes(sizes, sizes.layers.slots, sizes.trained)
     updated += optimizer_bytes(sizes) if offloads_state(sizes) else 0.0
-    return {"from host": read + updated + saved, "to host": updated + saved}
+    return HostCopies(updated, updated)
+
+
+def host_traffic(sizes: Sizes) -> dict[str, float]:
+    """Return the bytes that a device copies from and to host memory per step."""
+    runs, total = sizes.batch.microbatches / sizes.mesh.stages, update_host_copies(sizes)
+    for kind, count in sizes.layers.pipelined.items():
+        for action in "FB":
+            copies = layer_host_copies(sizes, kind, action)
+            total = HostCopies(
+                total.from_host + runs * count * copies.from_host,
+                total.to_host + runs * count * copies.to_host,
+            )
+    return {"from host": total.from_host, "to host": total.to_host}
 
 
 def _all_traffic(

@@ -46,6 +46,17 @@ def test_plan_reports_prologue_layers(gather: str, capsys: pytest.CaptureFixture
     assert "prologue on every stage: the first 3 layers, " in capsys.readouterr().out
 
 
+def test_plan_notes_that_a_time_excludes_copies_from_host_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    note = "the step time excludes copies from and to host memory"
+    arguments = ["plan", "tiny", "mesh.ici_fsdp=-1", "optim.offload_state=true", "--topology"]
+    for topology, is_unknown in (("v5p:2x2x1", False), ("tpu7x:2x2x1", True)):
+        assert main([*arguments, topology]) == 0
+        text = capsys.readouterr().out
+        assert (note in text, ", host " in text) == (is_unknown, not is_unknown)
+
+
 def test_search_writes_and_draws_best_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

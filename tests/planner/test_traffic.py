@@ -37,6 +37,7 @@ EXPERTS: dict[str, Any] = {
     "moe": {"num_experts": 8, "d_expert": 28, "num_dense_layers": 0},
 }
 MXFP8 = {"matmul": "mxfp8", "head_dim": 32, "d_model": 128}
+INT8 = {"matmul": "int8"}
 
 
 def experts(**changes: Any) -> dict[str, Any]:
@@ -93,6 +94,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (experts(all_to_all_capacity_factor=1.5), {"ici_expert": 4}, {}),
     # The messages to both neighbors are one message in a ring of two stages.
     ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"schedule": "zb_h1"}),
+    # Stacks of one layer, which are still gathered in each slot; the last layer is not quantized.
+    (MXFP8 | {"num_layers": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"schedule": "zb_h1"}),
+    (MXFP8 | {"num_layers": 2, "matmul": "nvfp4"}, {"ici_fsdp": 2}, {}),
 ]
 
 _NUMBERS = 1100
@@ -130,7 +134,7 @@ def check_bytes(
     return counts, run
 
 
-@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 10, 18), ids=str)
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 10, 18, 22), ids=str)
 def test_predicted_traffic_matches_compiled_program(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:
@@ -139,23 +143,38 @@ def test_predicted_traffic_matches_compiled_program(
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"ici_fsdp": 4, "ici_data": 2}, {"ici_stage": 2, "ici_fsdp": 2, "ici_context": 2}]
-)
-def test_predicted_traffic_of_mxfp8_weights_matches_compiled_program(mesh: dict[str, Any]) -> None:
-    """The numbers of both directions and their scales are gathered."""
-    check_bytes(config_of(MXFP8, mesh, {"weight_gather": "step"}))
-
-
-@pytest.mark.parametrize(
-    "pipeline",
+    ("model", "mesh"),
     [
-        {"remat": "full"},
-        {"remat": "names"},
-        {"remat": "names", "saved_names": ["gate", "up"]},
-        {"remat": "chunk"},
+        (MXFP8, {"ici_fsdp": 4, "ici_data": 2}),
+        (MXFP8, {"ici_stage": 2, "ici_fsdp": 2, "ici_context": 2}),
+        (INT8, {"ici_fsdp": 4, "ici_data": 2}),
+        (INT8 | {"matmul_scales": "tensor"}, {"ici_fsdp": 4}),
     ],
     ids=str,
 )
-def test_slots_gather_only_the_quantized_arrays_that_they_use(pipeline: dict[str, Any]) -> None:
+def test_predicted_traffic_of_quantized_weights_matches_compiled_program(
+    model: dict[str, Any], mesh: dict[str, Any]
+) -> None:
+    """The numbers of both directions and their scales are gathered."""
+    counts, run = check_bytes(config_of(model, mesh, {"weight_gather": "step"}))
+    assert counts == count_collectives(*run)
+
+
+@pytest.mark.parametrize(
+    ("model", "pipeline"),
+    [
+        (MXFP8, {"remat": "full"}),
+        (MXFP8, {"remat": "names"}),
+        (MXFP8, {"remat": "names", "saved_names": ["gate", "up"]}),
+        (MXFP8, {"remat": "chunk"}),
+        (INT8, {"remat": "full"}),
+        (INT8, {"remat": "names"}),
+    ],
+    ids=str,
+)
+def test_slots_gather_only_the_quantized_arrays_that_they_use(
+    model: dict[str, Any], pipeline: dict[str, Any]
+) -> None:
     """A backward pass uses the arrays for the forward matmuls only to repeat these matmuls."""
-    check_bytes(config_of(MXFP8 | {"num_layers": 2}, {"ici_fsdp": 2}, pipeline))
+    counts, run = check_bytes(config_of(model | {"num_layers": 2}, {"ici_fsdp": 2}, pipeline))
+    assert counts == count_collectives(*run)
