@@ -279,7 +279,9 @@ def _open_folder(
     loaded = replace(loaded, warnings=(*loaded.warnings, *twice))
 
     def params(loaded: LoadedConfig, steps: Steps) -> Any:
-        params = read_folder_params(source, steps.abstract_base)
+        params = read_folder_params(
+            source.with_layer_types(loaded.config.model), steps.abstract_base
+        )
         adapters = read_peft_adapters(loaded, steps, _SilentNotifier())
         return params if adapters is None else steps.merge_adapters(params, adapters)
 
