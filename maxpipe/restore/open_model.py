@@ -270,7 +270,9 @@ def _open_folder(
             Code.CFG_CONFLICT, error_location("adapter.rank", loaded.origins), rank, rule, action
         )
     wanted = to_dict(loaded.config)["model"]
-    check_model(model, wanted, loaded.origins, "omit the key", weights_alone=True)
+    # A folder does not stack layers, so that any number of layers can be unquantized.
+    free = {key: wanted[key] for key in ("matmul", "matmul_unquantized_layers")}
+    check_model(model | free, wanted, loaded.origins, "omit the key", weights_alone=True)
 
     twice = [
         Problem(Code.HF_UNSUPPORTED, name, "", line, "")
