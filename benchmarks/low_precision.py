@@ -2,6 +2,7 @@
 
     python benchmarks/low_precision.py            # prints the tables
     python benchmarks/low_precision.py --write    # and writes benchmarks/low_precision.md
+    python benchmarks/low_precision.py mxfp8      # prints the losses of the default and of mxfp8
 
 Losses are from `maxpipe train` on virtual devices, with the model and data of the quickstart
 config. Cycles are from train steps of four Llama-3-8B layers, which libtpu compiles on this machine
@@ -32,7 +33,19 @@ WAYS = {
     "mxfp8": ("model.matmul=mxfp8",),
     "mxfp8, same": ("model.matmul=mxfp8", SAME),
     "nvfp4, same": ("model.matmul=nvfp4", SAME),
+    "nvfp4, same, rounding to nearest": ("model.matmul=nvfp4", SAME),
+    "nvfp4, same, no transform": ("model.matmul=nvfp4", SAME),
 }
+PATCHES = {
+    "nvfp4, same, rounding to nearest": (
+        "from maxpipe.parallel import stochastic_rounding\n"
+        "stochastic_rounding.uniform = lambda keys, shape, over=(): None\n"
+    ),
+    "nvfp4, same, no transform": (
+        "from maxpipe.parallel import nvfp4\nnvfp4.hadamard_transform = lambda x: x\n"
+    ),
+}
+"""Code that replaces one part of the nvfp4 recipe, which has no config key, before training."""
 COMPILED: dict[str, tuple[str, ...]] = {
     "default": (),
     "int8": ("model.matmul=int8",),
@@ -44,13 +57,17 @@ CHIPS = ("model.num_layers=4", "mesh.ici_fsdp=4", "pipeline.microbatches=4", "tr
 CHIPS += ("train.batch_size=32", "train.sequence_length=4096", "pipeline.weight_gather=step")
 
 
-def losses(keys: Sequence[str]) -> dict[int, float]:
-    """Train a model and return the mean loss since the previous logged step, keyed by step."""
+def losses(keys: Sequence[str], patch: str = "") -> dict[int, float]:
+    """Train a model and return the mean loss since the previous logged step, keyed by step.
+
+    `patch` is Python code that runs before training.
+    """
+    code = f"{patch}import sys\nfrom maxpipe.__main__ import main\nsys.exit(main())"
     with tempfile.TemporaryDirectory() as folder:
         given = [f"run.dir={folder}", f"train.steps={STEPS}", "train.batch_size=8"]
         given += ["pipeline.microbatches=4", "eval.every=0", "checkpoint.every=0", *keys]
         subprocess.run(
-            [sys.executable, "-m", "maxpipe", "train", "quickstart", *given],
+            [sys.executable, "-c", code, "train", "quickstart", *given],
             check=True,
             stdout=subprocess.DEVNULL,
         )
@@ -68,13 +85,15 @@ def cycles(topology: str, keys: Sequence[str]) -> tuple[float, float]:
     return found["cycles"], sum(found["pieces"][name] for name in ("forward", "backward"))
 
 
-def curves() -> Iterator[str]:
-    """Yield the lines of the loss table."""
+def curves(names: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the lines of the loss table, for the default and `names`, or for all `WAYS`."""
     yield "| matmuls | " + " | ".join(f"step {step}" for step in SHOWN) + " | mean difference |"
     yield "|---|" + "---|" * (len(SHOWN) + 1)
     plain = losses(WAYS["default"])
     for name, keys in WAYS.items():
-        found = losses(keys) if keys else plain
+        if names and keys and name not in names:
+            continue
+        found = losses(keys, PATCHES.get(name, "")) if keys else plain
         differences = [found[step] - plain[step] for step in plain if step > STEPS // 2]
         cells = [f"{found[step]:.4f}" for step in SHOWN]
         mean = f"{statistics.mean(differences):+.4f}" if keys else "-"
@@ -126,13 +145,19 @@ def main() -> None:
     """Print the tables and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="write benchmarks/low_precision.md")
-    write = parser.parse_args().write
+    parser.add_argument("names", nargs="*", metavar="NAME", help="rows of the loss table to print")
+    options = parser.parse_args()
+    if unknown := {*options.names} - {*WAYS}:
+        parser.error(f"unknown names: {unknown}; the names are {[*WAYS]}")
+    if options.names:
+        print("\n".join(curves(options.names)))
+        return
     tables = {
         name: "\n".join(make()) for name, make in (("curves", curves), ("compiled", compiled))
     }
     text = TEXT.format(steps=STEPS, every=EVERY, **tables)
     print(text)
-    if write:
+    if options.write:
         Path(__file__).with_suffix(".md").write_text(text)
 
 

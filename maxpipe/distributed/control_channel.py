@@ -382,7 +382,8 @@ class ControlChannel:
             if isinstance(error, DivergenceError | ReplicaError) and self.index != 0:
                 # All processes fail in the same way, and process 0 records the reason.
                 time.sleep(_VERDICT_SECONDS)
-            if isinstance(error, Exception) and not isinstance(error, MaxpipeError):
+            cause = error.__cause__ if isinstance(error, MaxpipeError) else error
+            if isinstance(cause, Exception):
                 # A collective may have failed because another process died. The coordinator then
                 # reports which process died.
                 time.sleep(_VERDICT_SECONDS if self.count > 1 else 0)

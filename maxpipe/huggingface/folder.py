@@ -41,6 +41,7 @@ from maxpipe.io.files import expand_path, read
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.huggingface import HuggingFace
 from maxpipe.models.registry import describe
 
 HEAD, EMBEDDING = safetensors.HEAD, "embedding"
@@ -79,6 +80,8 @@ class HuggingFaceFolder:
     folder: Path
     description: ModelDescription
     config: ModelConfig
+    table: HuggingFace
+    """Conversion table with the tensor layouts of the files."""
     mapping: TensorMapping
     unused_tensors: tuple[str, ...]
     """Names of recognized tensors that the model does not use."""
@@ -88,6 +91,17 @@ class HuggingFaceFolder:
     """Readers, keyed by tensor name in the conversion table."""
     _names: Mapping[str, str]
     """Tensor names in the files, keyed by tensor name in the conversion table."""
+
+    def with_layer_types(self, model: ModelConfig) -> HuggingFaceFolder:
+        """Return the folder with layers stacked as in `model`, whose last layers can have separate
+        stacks because their matmuls are not quantized.
+        """
+        config = replace(
+            self.config,
+            matmul=model.matmul,
+            matmul_unquantized_layers=model.matmul_unquantized_layers,
+        )
+        return replace(self, config=config, mapping=map_tensors(describe(config), self.table))
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
@@ -348,7 +362,9 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
         raise safetensors.tensor_mismatch_error(path, said, missing, surplus)
     _check_entries(path, wanted, files, names)
     check_layouts(files, names, transposed)
-    source = HuggingFaceFolder(path, said, said.config, model, tuple(others), lacking, files, names)
+    source = HuggingFaceFolder(
+        path, said, said.config, table, model, tuple(others), lacking, files, names
+    )
     source.check_copies()
     return source
 

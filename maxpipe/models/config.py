@@ -94,8 +94,8 @@ class ModelConfig:
     matmul_unquantized_layers: int = -1
     """Number of last layers whose matmuls use `model.compute_dtype` instead of the format of
     `model.matmul`. These layers have separate parameter stacks. -1 selects 15% of the layers,
-    rounded up, if `model.matmul` is `nvfp4`, and otherwise 0. A resumed run must use the same
-    number."""
+    rounded up, if `model.matmul` is `nvfp4`, and otherwise 0. At least one layer must be quantized
+    unless `model.matmul` is `default`. A resumed run must use the same number."""
     param_dtype: Dtype = "float32"
     """Dtype in which parameters and optimizer state are stored."""
     frozen: list[str] = field(default_factory=list, hash=False)  # lists are not hashable
@@ -149,8 +149,8 @@ class AdapterConfig:
     )
     """Storage format of the layers' frozen weight matrices. `default` uses `model.param_dtype`,
     `int8` uses one scale per row, and `nf4` uses 4 bits with one scale per 64 values (QLoRA,
-    arXiv:2305.14314). Matrices are all-gathered in this format, and matmuls use
-    `model.compute_dtype`."""
+    arXiv:2305.14314). Matrices are all-gathered in this format and dequantized. Matmuls use the
+    format of `model.matmul`."""
     double_quantization: bool = False
     """Also quantize the scales of an `nf4` base, to 8 bits with one scale per 256 scales
     (arXiv:2305.14314, section 3). The base then needs 4.13 instead of 4.5 bits per weight."""

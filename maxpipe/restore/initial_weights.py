@@ -169,8 +169,9 @@ _FREE_MODEL_KEYS = frozenset(
     | {"model.matmul", "model.matmul_parts", "model.matmul_scales", "model.frozen"}
     | {"model.matmul_weight_gradients"}
 )
-_FREE_FAMILY_KEYS = frozenset({"dispatch"})
-"""Keys that may change in the config section of any model family."""
+_FREE_FAMILY_KEYS = frozenset({"dispatch", "expert_backend", "all_to_all", "all_to_all_chunks"})
+"""Keys that may change in the config section of any model family, because they select only the
+implementation of the experts."""
 
 _UNQUANTIZED_KEY = "model.matmul_unquantized_layers"
 
@@ -281,7 +282,7 @@ def _read_folder_weights(
         console.note(line)
     if (before := source.config.vocab_size) < config.model.vocab_size:
         console.note(vocabulary_growth_note(before, config.model.vocab_size))
-    params = read_folder_params(source, steps.abstract_base)
+    params = read_folder_params(source.with_layer_types(config.model), steps.abstract_base)
     return InitialWeights(params, str(source.folder), PREFIX + os.path.abspath(source.folder))
 
 

@@ -270,7 +270,9 @@ def _open_folder(
             Code.CFG_CONFLICT, error_location("adapter.rank", loaded.origins), rank, rule, action
         )
     wanted = to_dict(loaded.config)["model"]
-    check_model(model, wanted, loaded.origins, "omit the key", weights_alone=True)
+    # A folder does not stack layers, so that any number of layers can be unquantized.
+    free = {key: wanted[key] for key in ("matmul", "matmul_unquantized_layers")}
+    check_model(model | free, wanted, loaded.origins, "omit the key", weights_alone=True)
 
     twice = [
         Problem(Code.HF_UNSUPPORTED, name, "", line, "")
@@ -279,7 +281,9 @@ def _open_folder(
     loaded = replace(loaded, warnings=(*loaded.warnings, *twice))
 
     def params(loaded: LoadedConfig, steps: Steps) -> Any:
-        params = read_folder_params(source, steps.abstract_base)
+        params = read_folder_params(
+            source.with_layer_types(loaded.config.model), steps.abstract_base
+        )
         adapters = read_peft_adapters(loaded, steps, _SilentNotifier())
         return params if adapters is None else steps.merge_adapters(params, adapters)
 

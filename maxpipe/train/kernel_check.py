@@ -9,8 +9,7 @@ is not repeated on the same hardware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
@@ -62,22 +61,8 @@ class KernelDeviation:
         )
 
 
-class KernelCompileError(Exception):
-    """A kernel that does not compile."""
-
-
-@contextmanager
-def reporting_compile_errors() -> Iterator[None]:
-    """Convert all errors of the body, which compiles kernels without running them."""
-    try:
-        yield
-    except Exception as error:
-        raise KernelCompileError(_first_line(error)) from error
-
-
 def _first_line(error: Exception) -> str:
-    name = "" if isinstance(error, KernelCompileError) else f"{type(error).__name__}: "
-    return f"{name}{(str(error).splitlines() or [''])[0]}"[:_MAX_REASON]
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:_MAX_REASON]
 
 
 class KernelCheck(NamedTuple):
@@ -168,10 +153,8 @@ def _check(session: Session, check: KernelCheck) -> None:
                 fault = f"fails {where}: {_first_line(error)}"
                 if check.mesh is not None:
                     # Other processes may wait for this one in the exchange, so this process cannot
-                    # compare its result with theirs. The exchange also fails if a process is lost.
-                    is_lost = not isinstance(error, KernelCompileError)
-                    if is_lost and jax.process_count() > 1:
-                        raise
+                    # compare its result with theirs. The exchange also fails if a process is lost,
+                    # which the control channel then reports instead of this error.
                     raise check.error(fault) from error
     if found is not None and not found.ok:
         fault = (

@@ -38,6 +38,11 @@ WRONG = [
     ),
     ((RANK, "model.mtp_heads=1"), "model.mtp_heads", "must be 0 with adapters"),
     ((RANK, "adapter.kind=dora", "model.matmul=int8"), "adapter.kind", "Set adapter.kind=lora"),
+    (
+        (RANK, "adapter.base_quantization=nf4", "model.matmul=nvfp4", "model.d_mlp=200"),
+        "model.matmul",
+        "mlp.gate (200) must be a multiple of 16",
+    ),
     ((RANK, "model.frozen=[layers.*]"), "model.frozen", "freezes all adapters"),
     (
         (RANK, "adapter.base_quantization=nf4", "model.d_mlp=96", "mesh.ici_tensor=2"),

@@ -104,6 +104,19 @@ def test_eval_loss_equals_unpipelined_loop(
         assert (found["mesh"], found["source"]) == ("data 8", {"texts": "text"}.get(data, "jsonl"))
 
 
+def test_folder_opens_with_layers_that_are_not_quantized(folder: Path) -> None:
+    found = []
+    for given in ([], ["model.matmul=int8", "model.matmul_unquantized_layers=1"]):
+        opened = open_address_or_folder(folder / "hf", given, dict)
+        mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+        steps = steps_from_config(opened.loaded.config, mesh, np.zeros(1))
+        found.append(jax.device_get(opened.params(steps)))
+    plain, split = found
+    assert [*split["layers"]] == ["layer", "layer_unquantized"]
+    layers = jax.tree.map(lambda *stacks: np.concatenate(stacks), *split["layers"].values())
+    jax.tree.map(np.testing.assert_array_equal, split | {"layers": layers}, plain)
+
+
 MISTAKES = {
     "hf": "must be given: hf contains only weights",
     "imported": "must be given: ",

@@ -180,3 +180,14 @@ def test_generate_from_folder_equals_generate_from_import(
     assert "must be a folder on this machine" in capsys.readouterr().err
     assert main(["generate", str(weights / "hf"), *asked, "model.num_layers=2"]) == 2
     assert "the value in the checkpoint" in capsys.readouterr().err
+
+
+def test_layers_that_are_not_quantized_start_from_folder(weights: Path, tmp_path: Path) -> None:
+    """The last layers have separate stacks, which a Hugging Face folder does not define."""
+    start = f"checkpoint.restore_from=hf:{weights / 'hf'}"
+    last = ("model.matmul=int8", "model.matmul_unquantized_layers=1")
+    _, expected, _ = started(weights, tmp_path / "plain", start)
+    _, found, _ = started(weights, tmp_path / "split", start, *last, *LAYOUTS["staged"])
+    assert [*found["layers"]] == ["experts", "experts_unquantized"]
+    joined = jax.tree.map(lambda *stacks: np.concatenate(stacks), *found.pop("layers").values())
+    jax.tree.map(np.testing.assert_array_equal, found | {"layers": joined}, expected)

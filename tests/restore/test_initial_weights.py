@@ -20,6 +20,24 @@ def section(**keys: Any) -> dict[str, Any]:
     return to_dict(from_dict({"model": model, "train": train}))["model"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dispatch", "dense"),
+        ("expert_backend", "ragged_dot"),
+        ("all_to_all", "padded"),
+        ("all_to_all_chunks", 2),
+    ],
+)
+def test_implementation_of_experts_may_change(key: str, value: Any) -> None:
+    saved, wanted = section(family="moe"), section(family="moe", moe={key: value})
+    assert saved != wanted
+    check_model(saved, wanted, {})
+    check_model(wanted, saved, {})
+    with pytest.raises(ConfigError):
+        check_model(saved, section(family="moe", moe={"top_k": 1}), {})
+
+
 def test_format_of_matmuls_may_change_with_the_same_unquantized_layers() -> None:
     two = {"matmul_unquantized_layers": 2}
     check_model(section(matmul="nvfp4"), section(matmul="default", **two), {})

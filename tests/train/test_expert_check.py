@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
 from maxpipe.distributed.coordinator import free_port
+from maxpipe.errors import ConfigError
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
@@ -22,6 +25,7 @@ from maxpipe.parallel.mesh import build_mesh
 from maxpipe.planner.sizes import with_expert_shards
 from maxpipe.train import expert_check as expert_check_module
 from maxpipe.train.expert_check import compare_exchanges, exchange_check, expert_check
+from maxpipe.train.kernel_check import check_kernels
 from tests.cases import MODEL
 from tests.train.runs import Start, wait_for_outputs, write_module
 
@@ -246,3 +250,80 @@ def test_kernel_that_fails_in_one_process_stops_all(
     assert "model.moe.expert_backend" in outputs[0] and "Traceback" not in "".join(outputs)
     assert "fails on cpu with jax" in outputs[0] and "NotImplementedError: no kernel" in outputs[0]
     assert "Set model.moe.expert_backend=loop." in outputs[0]
+
+
+def test_failure_of_one_process_in_an_exchange_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process does not compare results with others, which may wait in the exchange."""
+
+    def fail() -> Any:
+        raise RuntimeError("INTERNAL: no ragged all-to-all\nmore")
+
+    def compare(name: str, value: str) -> list[str]:
+        assert name == "all-to-all due"
+        return [value]
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    mesh = build_mesh(MeshConfig(ici_expert=2), jax.devices()[:2])
+    check = exchange_check(model_of("auto"), mesh, "float32")
+    check = check._replace(cases=["ragged"], compare=fail)
+    session: Any = SimpleNamespace(
+        run_dir=tmp_path,
+        config=SimpleNamespace(model=SimpleNamespace(compute_dtype="float32")),
+        channel=SimpleNamespace(compare_across_processes=compare),
+        console=SimpleNamespace(stage=lambda text: contextlib.nullcontext()),
+    )
+    with pytest.raises(ConfigError) as error:
+        check_kernels(session, [check])
+    (problem,) = error.value.problems
+    assert "RuntimeError: INTERNAL: no ragged all-to-all" in problem.rule
+    assert problem.action == "Set model.moe.all_to_all=padded."
+
+
+RAGGED = """
+from maxpipe.train import expert_check
+expert_check._platform = lambda: "gpu"
+expert_check._cases = lambda *given: iter(())
+right = FAULT = expert_check.exchange_rows
+def exchange(*given):
+    return (right if given[3] == "padded" else FAULT)(*given[:3], "padded")
+expert_check.exchange_rows = exchange
+"""
+FAULTS = {
+    "wrong": ("FAULT = lambda *given: 1.5 * right(*given)", "differs from plain all-to-all"),
+    "compile": ("def FAULT(*given):\n    raise NotImplementedError('no kernel')", "no kernel"),
+    "run": (
+        "def fail(*given):\n    raise RuntimeError('no channel')\n"
+        "expert_check.compare_exchanges = fail",
+        "RuntimeError: no channel",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.multihost
+@pytest.mark.parametrize("fault", FAULTS)
+def test_exchange_that_fails_in_one_process_stops_all(
+    fault: str, tiny: Path, tmp_path: Path, start: Start
+) -> None:
+    """The second process has a fault, and the first may wait for it in the exchange."""
+    code, words = FAULTS[fault]
+    modules = [
+        write_module(tmp_path / f"modules{rank}", RAGGED + extra)
+        for rank, extra in enumerate(("", code))
+    ]
+    given = (tiny, f"run.dir={tmp_path}", "train.steps=2", "eval.batches=0", "eval.every=0")
+    given += ("model.family=moe", "model.moe.num_experts=4", "model.moe.dispatch=grouped")
+    given += ("mesh.cpu_devices=1", "mesh.ici_stage=1", "mesh.dcn_expert=2")
+    given += ("pipeline.microbatches=1", "runtime.num_processes=2")
+    given += (f"runtime.coordinator=127.0.0.1:{free_port()}",)
+    processes = [
+        start("train", *given, f"runtime.process_id={rank}", modules=modules[rank])
+        for rank in range(2)
+    ]
+    outputs = wait_for_outputs(processes)
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    for output in outputs:
+        assert words in output and "Set model.moe.all_to_all=padded." in output
+        assert "Traceback" not in output

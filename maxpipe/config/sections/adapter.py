@@ -185,7 +185,7 @@ def _dora_needs_default_matmul(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             Code.MODEL_ADAPTER,
             "adapter.kind",
-            "must be lora with 8-bit matmuls: dora normalizes weight columns, but "
+            "must be lora with quantized matmuls: dora normalizes weight columns, but "
             f"model.matmul={config.model.matmul} quantizes the weights.",
             "Set adapter.kind=lora, or model.matmul=default.",
         )

@@ -212,7 +212,8 @@ def _ulysses_size_divides(config: Config) -> Iterator[RuleViolation]:
     if config.mesh.context_attention != "ulysses_ring" or context == 1 or not size:
         return
     largest = math.gcd(heads // tensor, context)
-    action = f"Set mesh.ulysses_size={largest}, or to another divisor of {largest}."
+    others = f", or to another divisor of {largest}" if largest > 1 else ""
+    action = f"Set mesh.ulysses_size={largest}{others}."
     if context % size:
         yield RuleViolation(
             Code.CFG_SIZES,

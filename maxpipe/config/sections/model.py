@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from maxpipe.config.rules import (
@@ -23,7 +23,14 @@ from maxpipe.config.rules import (
 from maxpipe.config.sections.tokenizer import BYTES_VOCABULARY
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import format_divisors, round_up
-from maxpipe.models.config import LARGEST, SMALLEST, Bound, ModelConfig
+from maxpipe.models.adapters import dim_of_scales
+from maxpipe.models.config import (
+    LARGEST,
+    SMALLEST,
+    Bound,
+    ModelConfig,
+    num_unquantized_layers,
+)
 from maxpipe.models.family import Family
 from maxpipe.models.layers.attention import Attention
 from maxpipe.models.layers.experts import Experts
@@ -483,7 +490,9 @@ def _scaled_blocks_fit(config: Config) -> Iterator[RuleViolation]:
         return
     block = BLOCK_SIZES[model.matmul]
     table, tensor_sizes = axis_table(mesh), {"tensor": axis_size(mesh, "tensor") or 1}
-    for name, param in declared(describe(model)).items():
+    has_quantized_base = model.adapter and model.adapter.base_quantization != "default"
+    # A base in 8 or 4 bits is multiplied in the shapes that it has without adapters.
+    for name, param in declared(describe(replace(model, adapter=None))).items():
         if "ahead" in param.axes:  # MTP layers have the sizes of the last layer
             continue
         is_expert = param.expert_dim >= 0
@@ -493,7 +502,8 @@ def _scaled_blocks_fit(config: Config) -> Iterator[RuleViolation]:
             continue
         dims = [dim for number, dim in enumerate(param.dims) if number != param.expert_dim]
         # Only weights that are quantized before they are gathered are quantized in shards.
-        is_gathered = is_expert or mesh.sequence_parallel
+        is_held = has_quantized_base and dim_of_scales(param) is not None
+        is_gathered = is_expert or is_held or mesh.sequence_parallel
         for size, logical in (dims[(param.num_contracted_dims or param.linear) - 1], dims[-1]):
             sizes = tensor_sizes if is_gathered else _sizes_over(config, logical)
             shards = math.prod(sizes.get(axis, 1) for axis in table[logical])
@@ -527,15 +537,25 @@ def _nvfp4_has_no_experts(config: Config) -> Iterator[RuleViolation]:
         )
 
 
-@rule("model.matmul_unquantized_layers", "model.num_layers")
+@rule("model.matmul_unquantized_layers", "model.num_layers", "model.matmul")
 def _unquantized_layers_exist(config: Config) -> Iterator[RuleViolation]:
-    layers = config.model.num_layers
-    if config.model.matmul_unquantized_layers > layers:
+    key, model = "model.matmul_unquantized_layers", config.model
+    layers, setting = model.num_layers, model.matmul_unquantized_layers
+    if setting > layers:
         yield RuleViolation(
             Code.MODEL_MATMUL,
-            "model.matmul_unquantized_layers",
+            key,
             f"must be at most model.num_layers ({layers}).",
-            f"Set model.matmul_unquantized_layers={layers} or less.",
+            f"Set {key}={layers} or less.",
+        )
+    elif model.matmul != "default" and (
+        num_unquantized_layers(setting, model.matmul, layers) == layers
+    ):
+        yield RuleViolation(
+            Code.MODEL_MATMUL,
+            key,
+            f"selects all layers ({layers}), so model.matmul={model.matmul} has no effect.",
+            f"Set {key}={layers - 1}{' or less' if layers > 1 else ''}, or model.matmul=default.",
         )
 
 
