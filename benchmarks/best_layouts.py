@@ -367,35 +367,33 @@ tokens (Mixtral). These batches are larger than those of the publications.
 
 - 70B reaches its MFU with a pipeline of 16 stages: the 16 stages hold gathered weights (`step`),
   and 256 microbatches with 5 repeats leave a bubble of 1%. One layer per chunk keeps the saved
-  activations small enough for `names`, which recomputes nothing. Its matmuls run at 91 to 96% of
-  the peak.
-- 8B on v5p needs no stages. With 8 instead of 16 microbatches, the compiled MFU is 73.7%. With
-  `mesh.ici_fsdp=64`, `weight_gather=iteration`, 8192 tokens per sequence and 512 sequences, it is
-  44.3%: XLA replaces all gathers over all 64 chips by synchronous all-reduces, which send twice the
-  bytes. The prediction for this layout is 55.7% (one compilation, not in the tables).
-- 8B on v6e misses its goal. The compiler estimates 51 to 61% of the peak for the matmuls of this
-  program, compared with 87 to 97% on v5p. Attention kernels reach 35% of the peak on v6e, compared
-  with 90% on v5p. Copies of saved activations are another 10% of the cycles. `names` without `up`
-  is used because complete `names` needs 35.7 GiB.
+  activations small enough for `names`, which recomputes nothing.
+- 8B on v5p needs no stages. With 8 instead of 16 microbatches, the compiled MFU is 4 to 5 points
+  lower. With `mesh.ici_fsdp=64`, `weight_gather=iteration`, 8192 tokens per sequence and 512
+  sequences, it was 44.3%: XLA replaces all gathers over all 64 chips by synchronous all-reduces,
+  which send twice the bytes. The prediction for this layout was 55.7% (one compilation at an
+  earlier revision, not in the tables).
+- 8B on v6e misses its goal by less than 1 point. Four changes raised it from 33.8% to 51.2%, with
+  128 microbatches: attention kernels with fewer matmuls ([decision
+  52](../docs/decisions/0052-attention-kernels-on-tpus.md)), a larger VMEM limit
+  ([device_options](device_options.md)), fixed memory layouts of saved activations, which XLA had
+  copied at 10% of the cycles, and fewer passes over activations in ticks without a loss. Attention
+  kernels still reach only 44% of the peak, compared with 87% on v5p. `names` without `up` is used
+  because complete `names` needs 35.7 GiB. With `mesh.ici_stage=4 mesh.ici_fsdp=16
+  pipeline.repeats=8`, which has a smaller bubble, XLA recomputes more operations to fit into the
+  memory (1.18 instead of 1.10 times the model FLOPs), and the step takes longer.
 - Mixtral needs an expert axis, so that a device holds one expert. Without it (8 stages x 32 fsdp
   shards), the compiled MFU was 30.3%: a device holds the weights of all experts of its layers,
   2.6 GiB per layer, for microbatches of only 4096 tokens. XLA copies these weights out of the stack
   for each kernel (14% of the cycles), and adds their gradients in a separate pass (10%). The row
   limits the rows that a device receives to 1.25 times the mean.
-- With 2048 tokens, attention kernels reach 78% of the peak on v5p, less than the 90% that the table
-  assumes. With 78%, the MFU of 8B and 70B would be 0.3 to 0.6 points lower. The rows for 70B and
-  for v6e were compiled at earlier revisions; the cycles of their kernels were computed again from
-  their FLOPs. For 8B on v5p, a new compilation gave the same figure as this computation.
-- DeepSeek-V3 on v5p:8x8x8 misses its goal of 40% (published: 33.2%, MaxText on 512 chips). One
-  compilation with the layout of the script, `all_to_all_capacity_factor=1.5`, no multi-token
-  prediction and the attention kernels of [decision
-  52](../docs/decisions/0052-attention-kernels-on-tpus.md) gives 36.7% (not in the tables; predicted
-  before: 46.1%) and a peak of 69.5 GiB. The step takes 97.3 s, including 18.2 s of exposed
-  collectives: 13.6 s belong to the exchanges of the experts over 64 devices, which no work of the
-  same tokens can hide. Dividing the tokens into chunks (`all_to_all_chunks`) was not compiled.
-- The tables precede these attention kernels, which take 0.79 times as long on v5p and 0.59 times on
-  v6e, and the limit of 48 MiB for scoped VMEM on v6e, with which an MLP of the 8B model needs 0.87
-  times the cycles ([device_options](device_options.md)). No row was compiled again.
+- With 2048 tokens, attention kernels reach 76% of the peak on v5p, less than the 87% that the table
+  assumes. With 76%, the MFU of 8B and 70B would be 0.3 to 0.7 points lower.
+- Fused kernels for the loss head, rotary embeddings and norms would gain little. Outside of its
+  matmuls, the head needs 0.2 to 1.0% of the cycles on v5p and 3.0% on v6e, half of them for the
+  sums over stages, which a kernel does not save. Rotary embeddings and norms need 2 to 3.4% on v5p
+  and 6.4% on v6e. XLA already fuses them into one pass over the activations, which a kernel
+  also needs.
 - 70B on v6e:8x8 was not compiled. All predicted layouts without tensor or context sharding exceed
   31.25 GiB at 8192 tokens per sequence.
 
