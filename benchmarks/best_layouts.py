@@ -360,21 +360,21 @@ compilation uses minutes of CPU time. They were chosen by predicting the layouts
 - "goal" applies to the compiled MFU.
 
 The GPU compiler has no time estimates, so the MFU of GPUs is a prediction. The other columns of
-that table are compiled. A batch has 8M tokens (8B on v5p, 8B on v6e), 2M tokens (70B), and 8M
-tokens (Mixtral). These batches are larger than those of the publications.
+that table were compiled at an earlier revision. A batch has 8M tokens (8B on v5p, Mixtral), 17M
+tokens (8B on v6e) or 2M tokens (70B). These batches are larger than those of the publications.
 
 ## Observations
 
 - 70B reaches its MFU with a pipeline of 16 stages: the 16 stages hold gathered weights (`step`),
   and 256 microbatches with 5 repeats leave a bubble of 1%. One layer per chunk keeps the saved
   activations small enough for `names`, which recomputes nothing.
-- 8B on v5p needs no stages. With 8 instead of 16 microbatches, the compiled MFU is 4 to 5 points
-  lower. With `mesh.ici_fsdp=64`, `weight_gather=iteration`, 8192 tokens per sequence and 512
-  sequences, it was 44.3%: XLA replaces all gathers over all 64 chips by synchronous all-reduces,
-  which send twice the bytes. The prediction for this layout was 55.7% (one compilation at an
-  earlier revision, not in the tables).
+- 8B on v5p needs no stages. At an earlier revision, 16 instead of 8 microbatches raised the
+  compiled MFU from 73.7% to 78.3%. With `mesh.ici_fsdp=64`, `weight_gather=iteration`, 8192 tokens
+  per sequence and 512 sequences, it was 44.3%, because XLA replaces all gathers over all 64 chips
+  by synchronous all-reduces, which send twice the bytes. The prediction for this layout was 55.7%.
+  Neither layout is in the tables.
 - 8B on v6e misses its goal by less than 1 point. Four changes raised it from 33.8% to 51.2%, with
-  128 microbatches: attention kernels with fewer matmuls ([decision
+  128 microbatches (51.6% with 256): attention kernels with fewer matmuls ([decision
   52](../docs/decisions/0052-attention-kernels-on-tpus.md)), a larger VMEM limit
   ([device_options](device_options.md)), fixed memory layouts of saved activations, which XLA had
   copied at 10% of the cycles, and fewer passes over activations in ticks without a loss. Attention
@@ -389,6 +389,14 @@ tokens (Mixtral). These batches are larger than those of the publications.
   limits the rows that a device receives to 1.25 times the mean.
 - With 2048 tokens, attention kernels reach 76% of the peak on v5p, less than the 87% that the table
   assumes. With 76%, the MFU of 8B and 70B would be 0.3 to 0.7 points lower.
+- DeepSeek-V3 on v5p:8x8x8 misses its goal of 40% (published: 33.2%, MaxText on 512 chips). With the
+  layout of the script and 4 chunks of tokens (`all_to_all_chunks`), its compiled MFU is 36.2%, and
+  its peak memory 69.3 GiB (one `maxpipe compile`, not in the tables). Without chunks, it was 36.7%
+  before the change of the VMEM limit. The step needs 173 Gcycles. Exposed exchanges of expert
+  tokens over 64 devices need 20.7, copies 23, and synchronous gathers of weights 9. Most copies
+  change the memory layout of queries and keys of latent attention, and of gathered weights. A stage
+  has 8 of 61 layers, which costs 4.7%. `weight_gather=window` would avoid most of the gathers and
+  their copies, but needs 105 GiB, or 88 GiB if `context` is recomputed.
 - Fused kernels for the loss head, rotary embeddings and norms would gain little. Outside of its
   matmuls, the head needs 0.2 to 1.0% of the cycles on v5p and 3.0% on v6e, half of them for the
   sums over stages, which a kernel does not save. Rotary embeddings and norms need 2 to 3.4% on v5p
