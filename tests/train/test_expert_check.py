@@ -291,7 +291,11 @@ def exchange(*given):
 expert_check.exchange_rows = exchange
 """
 FAULTS = {
-    "wrong": ("FAULT = lambda *given: 1.5 * right(*given)", "differs from plain all-to-all"),
+    "wrong": (
+        "import jax\n"
+        "FAULT = lambda *given: right(*given) * (1 + 0.5 * jax.lax.axis_index('expert'))",
+        "differs from plain all-to-all",
+    ),
     "compile": ("def FAULT(*given):\n    raise NotImplementedError('no kernel')", "no kernel"),
     "run": (
         "def fail(*given):\n    raise RuntimeError('no channel')\n"
@@ -307,11 +311,13 @@ FAULTS = {
 def test_exchange_that_fails_in_one_process_stops_all(
     fault: str, tiny: Path, tmp_path: Path, start: Start
 ) -> None:
-    """The second process has a fault, and the first may wait for it in the exchange."""
+    """The second process has a fault, and the first may wait for it in the exchange. Both run the
+    same program if the second process only computes a wrong result.
+    """
     code, words = FAULTS[fault]
     modules = [
         write_module(tmp_path / f"modules{rank}", RAGGED + extra)
-        for rank, extra in enumerate(("", code))
+        for rank, extra in enumerate((code if fault == "wrong" else "", code))
     ]
     given = (tiny, f"run.dir={tmp_path}", "train.steps=2", "eval.batches=0", "eval.every=0")
     given += ("model.family=moe", "model.moe.num_experts=4", "model.moe.dispatch=grouped")
