@@ -33,6 +33,7 @@ from maxpipe.parallel.collectives import (
     with_layout,
 )
 from maxpipe.parallel.mesh import STAGE
+from maxpipe.parallel.sharding import auto_axes
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.remat import (
     LayerConstants,
@@ -72,9 +73,12 @@ def select_microbatch(batch: Tree, index: jax.Array) -> Tree:
     return jax.tree.map(lambda leaf: read_slot(leaf, jnp.maximum(index, 0)), batch)
 
 
-def read_slots(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    """Return the contents of one slot in each buffer, with the memory layout of `write_slots`."""
-    return [_pin_layout(read_slot(bind_to_index(buffer, slot), slot)) for buffer in buffers]
+def read_slots(buffers: Sequence[jax.Array], slot: jax.Array, *, pinned: bool) -> list[jax.Array]:
+    """Return the contents of one slot in each buffer; `pinned` fixes the memory layout as in
+    `write_slots`.
+    """
+    values = [read_slot(bind_to_index(buffer, slot), slot) for buffer in buffers]
+    return [_pin_layout(value) for value in values] if pinned else values
 
 
 def write_slots(
@@ -82,13 +86,16 @@ def write_slots(
     slot: jax.Array,
     values: Sequence[jax.Array],
     used: jax.Array | None,
+    *,
+    pinned: bool,
 ) -> list[jax.Array]:
     """Write each array to its buffer, unless `used` is false.
 
-    The memory layout of the arrays is fixed on TPUs. Otherwise XLA chooses a transposed layout for
-    activations of the backward pass, and copies every saved activation. With the 8B model, a layer
-    then needs 3% more cycles on v5p and 30% more on v6e, without attention kernels. Models with
-    several layer types have nested loops, in which XLA would copy the full buffer in every tick.
+    `pinned` fixes the memory layout of the arrays on TPUs. Otherwise XLA chooses a transposed
+    layout for activations of the backward pass, and copies every saved activation. With the 8B
+    model, a layer then needs 3% more cycles on v5p and 30% more on v6e, without attention kernels.
+    Models with several layer types have nested loops, in which XLA would copy the full buffer in
+    every tick.
     """
 
     def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
@@ -98,7 +105,7 @@ def write_slots(
             space = jax.typeof(buffer).memory_space
             new, old = (jax.device_put(a, _DEVICE) for a in (value, read_slot(buffer, slot)))
             value = jax.device_put(jnp.where(used, new, old), space)
-        return write_slot(buffer, slot, _pin_layout(value))
+        return write_slot(buffer, slot, _pin_layout(value) if pinned else value)
 
     return [put(*pair) for pair in zip(buffers, values, strict=True)]
 
@@ -218,6 +225,16 @@ class LayerSlots:
     def is_heterogeneous(self) -> bool:
         """Return whether there are several layer types, so that each type needs an inner loop."""
         return len(self.layer_types) > 1
+
+    @property
+    def pins_layouts(self) -> bool:
+        """Return whether the memory layout of saved arrays is fixed.
+
+        XLA can gather an array with a fixed layout that is sharded over an automatic mesh axis.
+        This costs less than the copies of full buffers in nested loops, but can cost more than the
+        copies of single activations.
+        """
+        return self.is_heterogeneous or not auto_axes()
 
     def max_layers_per_chunk(self, kind: str) -> int:
         """Return the stride of per-layer arrays: the largest number of layers of one type in a
@@ -441,7 +458,7 @@ class LayerSlots:
                 counts = _logical_and(used, work.exists)
                 reports = self._add_reports(reports, kind, of_reports[kind] + place, found, counts)
             slot = stash_bases[kind] + place
-            mine = write_slots(stash[kind], slot, saved, used)
+            mine = write_slots(stash[kind], slot, saved, used, pinned=self.pins_layouts)
             return _pick(used, y, x), stash | {kind: mine}, reports
 
         return self._loop_layers(work, run, (x, stash, reports))
@@ -480,7 +497,7 @@ class LayerSlots:
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, totals = state
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
-            values = read_slots(kept[kind], kept_bases[kind] + place)
+            values = read_slots(kept[kind], kept_bases[kind] + place, pinned=self.pins_layouts)
             constants = self._constants(work, step)
             d_weights, d_x = pieces[kind].backward(weights, values, constants, cotangent)
             totals = self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
@@ -507,11 +524,11 @@ class LayerSlots:
         def run(kind: str, step: Any, place: Any, used: Any, state: Any) -> Any:
             cotangent, deferred = state
             weights = self.weights[kind].layer(held[kind], bases[kind] + place)
-            values = read_slots(kept[kind], kept_bases[kind] + place)
+            values = read_slots(kept[kind], kept_bases[kind] + place, pinned=self.pins_layouts)
             constants = self._constants(work, step)
             d_x, later = pieces[kind].input_grad(weights, values, constants, cotangent)
             slot = of_deferred[kind] + place
-            mine = write_slots(deferred[kind], slot, later, used)
+            mine = write_slots(deferred[kind], slot, later, used, pinned=self.pins_layouts)
             return _pick(used, d_x, cotangent), deferred | {kind: mine}
 
         return self._loop_layers(work, run, (cotangent, deferred), last_first=True)
@@ -524,7 +541,7 @@ class LayerSlots:
         of_totals = self._stack_offsets(work.gradient)
 
         def run(kind: str, step: Any, place: Any, used: Any, totals: Tree) -> Tree:
-            later = read_slots(deferred[kind], of_deferred[kind] + place)
+            later = read_slots(deferred[kind], of_deferred[kind] + place, pinned=self.pins_layouts)
             d_weights = pieces[kind].weight_grad(later, self._constants(work, step))
             return self._accumulate(totals, kind, of_totals[kind] + place, d_weights, used)
 

@@ -28,11 +28,14 @@ def test_layout_order_puts_long_dims_last(
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu"])
-def test_slots_have_layout_constraints_on_write_and_read(platform: str) -> None:
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_slots_have_layout_constraints_on_write_and_read(
+    platform: str, pinned: bool
+) -> None:
     def run(buffer: jax.Array, value: jax.Array) -> jax.Array:
-        written = write_slots([buffer], jnp.int32(1), [value], None)
-        return read_slots(written, jnp.int32(1))[0]
+        written = write_slots([buffer], jnp.int32(1), [value], None, pinned=pinned)
+        return read_slots(written, jnp.int32(1), pinned=pinned)[0]
 
     traced = jax.jit(run).trace(jnp.zeros((3, 2, 40, 6, 128)), jnp.ones((2, 40, 6, 128)))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("LayoutConstraint") == (2 if platform == "tpu" else 0)
+    assert text.count("LayoutConstraint") == (2 if pinned and platform == "tpu" else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -221,6 +222,22 @@ def test_run_with_wrong_backend_does_not_start(tiny: Path, tmp_path: Path, start
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def outputs_of_two(start: Start, given: Sequence[Any], modules: Sequence[Any]) -> list[str]:
+    """Train a model with experts in two processes, which both reject the config, and return their
+    outputs.
+    """
+    given = [*given, "model.family=moe", "model.moe.num_experts=4", "mesh.cpu_devices=1"]
+    given += ["mesh.ici_stage=1", "pipeline.microbatches=1", "runtime.num_processes=2"]
+    given += [f"runtime.coordinator=127.0.0.1:{free_port()}"]
+    processes = [
+        start("train", *given, f"runtime.process_id={rank}", modules=modules[rank])
+        for rank in range(2)
+    ]
+    outputs = wait_for_outputs(processes)
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    return outputs
+
+
 FAILING = """
 from maxpipe.nn.expert_backends import ragged_dot
 def fail(*given, **how):
@@ -237,16 +254,8 @@ def test_kernel_that_fails_in_one_process_stops_all(
     """The first process has no failing kernel, but must not wait for the second."""
     modules = write_module(tmp_path / "modules", FAILING)
     given = (tiny, f"run.dir={tmp_path}", "train.steps=2", "eval.batches=0", "eval.every=0")
-    given += ("model.family=moe", "model.moe.num_experts=4", "model.moe.expert_backend=ragged_dot")
-    given += ("mesh.cpu_devices=1", "mesh.ici_stage=1", "mesh.dcn_fsdp=2")
-    given += ("pipeline.microbatches=1", "runtime.num_processes=2")
-    given += (f"runtime.coordinator=127.0.0.1:{free_port()}",)
-    processes = [
-        start("train", *given, f"runtime.process_id={rank}", modules=modules if rank else None)
-        for rank in range(2)
-    ]
-    outputs = wait_for_outputs(processes)
-    assert [process.returncode for process in processes] == [2, 2], outputs
+    given += ("model.moe.expert_backend=ragged_dot", "mesh.dcn_fsdp=2")
+    outputs = outputs_of_two(start, given, [None, modules])
     assert "model.moe.expert_backend" in outputs[0] and "Traceback" not in "".join(outputs)
     assert "fails on cpu with jax" in outputs[0] and "NotImplementedError: no kernel" in outputs[0]
     assert "Set model.moe.expert_backend=loop." in outputs[0]
@@ -320,16 +329,8 @@ def test_exchange_that_fails_in_one_process_stops_all(
         for rank, extra in enumerate((code if fault == "wrong" else "", code))
     ]
     given = (tiny, f"run.dir={tmp_path}", "train.steps=2", "eval.batches=0", "eval.every=0")
-    given += ("model.family=moe", "model.moe.num_experts=4", "model.moe.dispatch=grouped")
-    given += ("mesh.cpu_devices=1", "mesh.ici_stage=1", "mesh.dcn_expert=2")
-    given += ("pipeline.microbatches=1", "runtime.num_processes=2")
-    given += (f"runtime.coordinator=127.0.0.1:{free_port()}",)
-    processes = [
-        start("train", *given, f"runtime.process_id={rank}", modules=modules[rank])
-        for rank in range(2)
-    ]
-    outputs = wait_for_outputs(processes)
-    assert [process.returncode for process in processes] == [2, 2], outputs
+    given += ("model.moe.dispatch=grouped", "mesh.dcn_expert=2")
+    outputs = outputs_of_two(start, given, modules)
     for output in outputs:
         assert words in output and "Set model.moe.all_to_all=padded." in output
         assert "Traceback" not in output
