@@ -167,7 +167,7 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
         try:
             node = compose(text)
         except yaml.YAMLError as error:
-            problems.append(syntax_problem(f"command line: {arg}", error))
+            problems.append(syntax_problem(f"command line: {arg}", error, arg))
             return
         if node:
             find_duplicates(node, "", ".".join(path), problems)

@@ -33,6 +33,9 @@ MAX_KEY = 1000
 """Maximum length of a key in characters."""
 
 
+_NO_ALIASES = "anchors and aliases are not supported"
+
+
 class _Loader(yaml.SafeLoader):
     """YAML loader that accepts only nested mappings, lists and scalars, within size limits."""
 
@@ -42,7 +45,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            self.reject("anchors and aliases are not supported", event)
+            self.reject(_NO_ALIASES, event)
         if tag := getattr(event, "tag", None):
             self.reject(f"tags such as {tag[:80]} are not supported", event)
         if self.depth > MAX_DEPTH:
@@ -257,8 +260,14 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
-    """Return an error message for a string that is not valid YAML."""
+_UNQUOTED_PATTERN = re.compile(r"""(?<![^\s\[,:{])\*[^\s,\]}"']+""")
+"""A name pattern such as `*.gate`, which YAML reads as an alias unless it is in quotes."""
+
+
+def syntax_problem(place: str, error: yaml.YAMLError, override: str = "") -> Problem:
+    """Return an error message for a string that is not valid YAML, which may be the value of an
+    `override`.
+    """
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
     if what and what.startswith("but "):
@@ -270,8 +279,23 @@ def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
         f"{place}{line}",
         "",
         f"is not supported YAML: {what}.",
-        "Write sections with `key: value` lines below them, indented by two spaces.",
+        _syntax_action(error, override),
     )
+
+
+def _syntax_action(error: yaml.YAMLError, override: str) -> str:
+    is_alias = isinstance(error, yaml.MarkedYAMLError) and (
+        error.problem == _NO_ALIASES or "alias" in (error.context or "")
+    )
+    if is_alias and _UNQUOTED_PATTERN.search(override):
+        quoted = _UNQUOTED_PATTERN.sub(r'"\g<0>"', override)
+        return f"Write '{quoted}': text that begins with * needs quotes."
+    if is_alias:
+        return 'Put text that begins with * in quotes, such as "*.gate".'
+    if override:
+        key = override.partition("=")[0]
+        return f"Write a list as {key}=[a,b], or a mapping as '{key}={{a: 1}}'."
+    return "Write sections with `key: value` lines below them, indented by two spaces."
 
 
 def entries(

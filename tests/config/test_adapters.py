@@ -36,6 +36,11 @@ WRONG = [
         "adapter.kind",
         "must be lora with adapters on routed experts",
     ),
+    (
+        (RANK, "mixtral-8x7b", "adapter.targets=['*.router']"),
+        "adapter.targets",
+        "Set adapter.targets=[] for the default: all of these except routed experts.",
+    ),
     ((RANK, "model.mtp_heads=1"), "model.mtp_heads", "must be 0 with adapters"),
     ((RANK, "adapter.kind=dora", "model.matmul=int8"), "adapter.kind", "Set adapter.kind=lora"),
     (

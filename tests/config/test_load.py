@@ -282,6 +282,23 @@ def test_unsupported_yaml_is_rejected(text: str, message: str, write: Write):
     assert message in problem
 
 
+@pytest.mark.parametrize(
+    ("value", "action"),
+    [
+        ("[*.experts.gate]", """Write 'model.frozen=["*.experts.gate"]': """),
+        ("[embedding,*norm]", """Write 'model.frozen=[embedding,"*norm"]': """),
+        ("[a", "Write a list as model.frozen=[a,b]"),
+    ],
+)
+def test_invalid_list_on_the_command_line_names_an_override_that_works(value: str, action: str):
+    assert action in only_problem(*VALID, f"model.frozen={value}")
+
+
+def test_unquoted_pattern_in_file_names_the_quotes(write: Write):
+    file = write("model:\n  frozen: [*.experts.gate]")
+    assert "Put text that begins with * in quotes" in only_problem(*VALID, file)
+
+
 def test_unreadable_files_are_rejected(tmp_path: Path, write: Write):
     file = write("train: {steps: 1}", "quickstart.yml")
     assert f"Did you mean {file}?" in only_problem(TINY, file.replace("start", "strt"))

@@ -100,7 +100,8 @@ def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
             Code.MODEL_ADAPTER,
             "adapter.targets",
             f"contains {wrong!r}, {what}: adapters support {', '.join(can)}.",
-            f"Set adapter.targets=[{kept}]" + ("." if kept else " to adapt all of these."),
+            f"Set adapter.targets=[{kept}]"
+            + ("." if kept else " for the default: all of these except routed experts."),
         )
 
 

@@ -386,7 +386,8 @@ def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
             Code.MODEL_PARAMS,
             _KEY,
             "freezes all adapters, in addition to the base model, which is always frozen.",
-            f"Set {_KEY}=[], or {_KEY}=['*_lora_a'] to train only the second factor of adapters.",
+            f"Set {_KEY}=[], or '{_KEY}=[\"*_lora_a\"]' to train only the second factor of "
+            "adapters.",
         )
     else:
         yield RuleViolation(
