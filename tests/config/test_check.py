@@ -318,6 +318,17 @@ def test_broken_rule_is_reported_with_working_suggestion(overrides: str, key: st
     assert len(after) == len(found) - 1, "\n".join(map(str, after))
 
 
+@pytest.mark.parametrize(("chunks", "context", "largest"), [(5, 1, 4), (32, 2, 24), (64, 1, 48)])
+def test_suggested_chunks_are_the_most_that_divide_the_tokens(
+    chunks: int, context: int, largest: int
+) -> None:
+    given = ["model.family=moe", "train.sequence_length=96", f"mesh.ici_context={context}"]
+    [problem] = problems([*given, f"model.moe.all_to_all_chunks={chunks}"])
+    assert problem.rule.startswith(f"must divide the {96 // context} tokens")
+    assert problem.action == f"Set model.moe.all_to_all_chunks={largest}."
+    assert not problems([*given, suggestion(problem)])
+
+
 @pytest.mark.parametrize("key", [key for key in BOUNDS if ITEM not in key and NAME not in key])
 def test_range_error_is_reported_with_working_suggestion(key: str):
     bound = BOUNDS[key]

@@ -607,9 +607,10 @@ def _chunks_divide_tokens(config: Config) -> Iterator[RuleViolation]:
     tokens = config.train.sequence_length // (axis_size(config.mesh, "context") or 1)
     if tokens % chunks:
         key = f"model.{config.model.family}.all_to_all_chunks"
+        largest = max(count for count in range(1, chunks) if tokens % count == 0)
         yield RuleViolation(
             Code.MODEL_SIZES,
             key,
             f"must divide the {tokens} tokens of a sequence on one device.",
-            f"Set {key}={math.gcd(tokens, chunks)}.",
+            f"Set {key}={largest}.",
         )
