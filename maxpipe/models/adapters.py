@@ -231,9 +231,10 @@ def residuals_of_changes(layer_type: LayerType) -> Held:
 
 
 def is_held(layer_type: LayerType, key: Key) -> bool:
-    """Return True if a matrix is quantized."""
+    """Return True if a parameter is a quantized matrix."""
     part, name = key
-    return (part, name + SCALE) in layer_type.stored
+    # The scales of a matrix can also have scales, but they are not declared by the layer.
+    return key in layer_type.declared and (part, name + SCALE) in layer_type.stored
 
 
 def base_of(params: Mapping[Key, Any]) -> list[Key]:

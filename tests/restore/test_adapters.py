@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -53,6 +54,26 @@ def test_base_is_unchanged_and_run_resumes_on_other_layout() -> None:
     )
     assert all(same_bits(trained_on(steps, run, again, STEPS, STEPS + 2)[0], end).values())
     np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
+
+
+NF4 = AdapterConfig(rank=2, base_quantization="nf4")
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        AdapterConfig(rank=2, base_quantization="int8"),
+        NF4,
+        replace(NF4, double_quantization=True),
+    ],
+    ids=["int8", "nf4", "nf4 with quantized scales"],
+)
+def test_base_from_checkpoint_is_quantized_like_a_new_base(adapter: AdapterConfig) -> None:
+    plain = steps_of(Case(layers=2), ROWS)
+    steps = steps_of(Case(layers=2, adapter=adapter), ROWS)
+    base = jax.device_get(plain.to_saved(plain.init())["params"])
+    same = same_bits(steps.init_from_params(base), steps.init())
+    assert not [name for name in same if not same[name]]
 
 
 def test_initial_adapter_model_equals_base() -> None:
