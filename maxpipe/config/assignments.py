@@ -167,7 +167,8 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
         try:
             node = compose(text)
         except yaml.YAMLError as error:
-            problems.append(syntax_problem(f"command line: {arg}", error, arg))
+            example = f"{key}={{a: 1}}" if is_mapping(_hint(path)) else f"{key}=[a,b]"
+            problems.append(syntax_problem(f"command line: {arg}", error, arg, example))
             return
         if node:
             find_duplicates(node, "", ".".join(path), problems)

@@ -264,9 +264,11 @@ _UNQUOTED_PATTERN = re.compile(r"""(?<![^\s\[,:{])\*[^\s,\]}"']+""")
 """A name pattern such as `*.gate`, which YAML reads as an alias unless it is in quotes."""
 
 
-def syntax_problem(place: str, error: yaml.YAMLError, override: str = "") -> Problem:
-    """Return an error message for a string that is not valid YAML, which may be the value of an
-    `override`.
+def syntax_problem(
+    place: str, error: yaml.YAMLError, override: str = "", example: str = ""
+) -> Problem:
+    """Return an error message for a string that is not valid YAML. If the string is the value of an
+    `override`, `example` is a valid override of the same key.
     """
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
@@ -279,11 +281,11 @@ def syntax_problem(place: str, error: yaml.YAMLError, override: str = "") -> Pro
         f"{place}{line}",
         "",
         f"is not supported YAML: {what}.",
-        _syntax_action(error, override),
+        _syntax_action(error, override, example),
     )
 
 
-def _syntax_action(error: yaml.YAMLError, override: str) -> str:
+def _syntax_action(error: yaml.YAMLError, override: str, example: str) -> str:
     is_alias = isinstance(error, yaml.MarkedYAMLError) and (
         error.problem == _NO_ALIASES or "alias" in (error.context or "")
     )
@@ -292,9 +294,8 @@ def _syntax_action(error: yaml.YAMLError, override: str) -> str:
         return f"Write '{quoted}': text that begins with * needs quotes."
     if is_alias:
         return 'Put text that begins with * in quotes, such as "*.gate".'
-    if override:
-        key = override.partition("=")[0]
-        return f"Write a list as {key}=[a,b], or a mapping as '{key}={{a: 1}}'."
+    if example:
+        return f"Write the value as in '{example}'."
     return "Write sections with `key: value` lines below them, indented by two spaces."
 
 

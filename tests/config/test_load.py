@@ -287,11 +287,16 @@ def test_unsupported_yaml_is_rejected(text: str, message: str, write: Write):
     [
         ("[*.experts.gate]", """Write 'model.frozen=["*.experts.gate"]': """),
         ("[embedding,*norm]", """Write 'model.frozen=[embedding,"*norm"]': """),
-        ("[a", "Write a list as model.frozen=[a,b]"),
+        ("[a", "Write the value as in 'model.frozen=[a,b]'."),
     ],
 )
 def test_invalid_list_on_the_command_line_names_an_override_that_works(value: str, action: str):
     assert action in only_problem(*VALID, f"model.frozen={value}")
+
+
+def test_invalid_mapping_on_the_command_line_names_the_form_of_a_mapping():
+    problem = only_problem(*VALID, "mesh.axis_rules={mlp: [}")
+    assert "Write the value as in 'mesh.axis_rules={a: 1}'." in problem
 
 
 def test_unquoted_pattern_in_file_names_the_quotes(write: Write):
