@@ -41,7 +41,7 @@ from maxpipe.planner.hlo_profile import (
     mesh_axes_of,
     profile_program,
 )
-from maxpipe.planner.instruction_costs import ProfileLine, kernel_cycles, profile_lines
+from maxpipe.planner.instruction_costs import ProfileLine, all_cycles, kernel_cycles, profile_lines
 from maxpipe.planner.memory_terms import (
     describe_largest,
     explain_out_of_memory,
@@ -413,7 +413,7 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
     clock = topology.hardware.clock_ghz * 1e9
     needed = train_flops_per_token(describe(config.model), tokens) * rows * tokens / mesh.size
     in_kernels = kernel_cycles(busiest, topology.hardware)
-    cycles = busiest.cycles + in_kernels
+    cycles = all_cycles(busiest, topology.hardware)
     sizes = Sizes(config).on_platform(topology.platform)
     return CompileReport(
         topology=topology.name,
@@ -461,7 +461,7 @@ def _cycles_by_region(found: Profile, hardware: Hardware) -> dict[str, float]:
     cycles: dict[str, float] = {}
     for name in sorted({entry.region for entry in found.entries if entry.region}):
         region = Profile([entry for entry in found.entries if entry.region == name])
-        cycles[name] = region.cycles + kernel_cycles(region, hardware)
+        cycles[name] = all_cycles(region, hardware)
     return cycles
 
 

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,11 @@ BETWEEN_SLICES = {
 }
 """Names that XLA for TPU uses for collectives over the host network."""
 _COMPUTE = {"fusion", "while", "conditional", "call", "dot", "convolution", "custom-call"}
+_UNESTIMATED = {"fusion", "gather", "reshape", "scatter", "sort"}
+"""Instructions for which the TPU compiler may have no cycle estimate. Such an instruction moves
+data: a gather or scatter of rows, a sort, or a change of the memory layout."""
+_FEW_BYTES = 2**16
+"""Results up to this size are ignored."""
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _ON_HOST = "S(5)"
 _MOVES = ("copy-start", "dynamic-slice-start", "dynamic-update-slice-start")
@@ -65,6 +71,8 @@ class InstructionCost:
     read from its scope name or its cost estimate."""
     fused: Computation = field(default_factory=dict)
     """Instructions in a fusion; empty for other instructions."""
+    unestimated_bytes: int = 0
+    """Bytes that one execution reads and writes, if the compiler has no cycle estimate."""
 
     @property
     def is_kernel(self) -> bool:
@@ -287,9 +295,10 @@ class _Walk:
                 self.visit(name, count * times, region, depth + (op.opcode == "while"))
             return
         flops = self._flops(op, computation)
-        if op.cycles or flops:
+        moved = 0 if op.cycles or flops else self._unestimated_bytes(op)
+        if op.cycles or flops or moved:
             inside = self._inside(op) if op.opcode == "fusion" else {}
-            self.profile.entries.append(InstructionCost(op, region, count, flops, inside))
+            self.profile.entries.append(InstructionCost(op, region, count, flops, inside, moved))
         if collective := self._collective(op, computation):
             self.profile.collectives.append(replace(collective, region=region, count=count))
         if transfer := self._transfer(op, computation):
@@ -420,6 +429,16 @@ class _Walk:
         return 2.0 * _products(op, left, right)
 
     # Data movement.
+
+    @cached_property
+    def _has_estimates(self) -> bool:
+        computations = self.module.computations.values()
+        return any(op.cycles for computation in computations for op in computation.values())
+
+    def _unestimated_bytes(self, op: Instruction) -> int:
+        """Return twice the size of the result, since each of its bytes is read and written."""
+        is_counted = op.opcode in _UNESTIMATED and op.num_bytes > _FEW_BYTES
+        return 2 * op.num_bytes if is_counted and self._has_estimates else 0
 
     def _collective(self, op: Instruction, computation: Computation) -> Collective | None:
         if op.opcode == "recv":

@@ -84,9 +84,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
     if not found.cycles or not clock:
         return []
     peak = hardware.flops / clock
-    listed = [
-        _work_line(entry, peak, _kernel_efficiency(entry, hardware)) for entry in found.entries
-    ]
+    listed = [_work_line(entry, peak, hardware) for entry in found.entries]
     listed += [
         ProfileLine(
             f"{collective.kind}, {_EXPOSED if collective.is_async else _SYNCHRONOUS}",
@@ -107,11 +105,27 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 def kernel_cycles(found: Profile, hardware: Hardware) -> float:
     """Return the number of cycles of all custom kernels at their expected FLOP rates."""
-    seconds = sum(
-        entry.flops * entry.count / (hardware.flops * _kernel_efficiency(entry, hardware))
-        for entry in found.entries
-        if entry.is_kernel
+    return sum(_unestimated_cycles(entry, hardware) for entry in found.entries if entry.is_kernel)
+
+
+def all_cycles(found: Profile, hardware: Hardware) -> float:
+    """Return the number of cycles, including instructions for which the compiler has no estimate.
+
+    Kernels run at their expected FLOP rates, and other instructions at the memory bandwidth.
+    """
+    return found.cycles + sum(
+        _unestimated_cycles(entry, hardware) for entry in found.entries if not entry.cycles
     )
+
+
+def _unestimated_cycles(entry: InstructionCost, hardware: Hardware) -> float:
+    """Return the cycles of all executions of an instruction without an estimate."""
+    if entry.is_kernel:
+        rate = hardware.flops * _kernel_efficiency(entry, hardware)
+        seconds = entry.flops * entry.count / rate
+    else:
+        moved = entry.unestimated_bytes * entry.count
+        seconds = moved / (hardware.memory_gb_per_second * 1e9)
     return seconds * hardware.clock_ghz * 1e9
 
 
@@ -125,12 +139,10 @@ def _kernel_efficiency(entry: InstructionCost, hardware: Hardware) -> float:
     return hardware.attention_efficiency(*widths[:1])
 
 
-def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """Convert an entry to a `ProfileLine`, given the peak FLOPs per cycle and the kernel
-    efficiency.
-    """
+def _work_line(entry: InstructionCost, peak: float, hardware: Hardware) -> ProfileLine:
+    """Convert an entry to a `ProfileLine`, given the peak FLOPs per cycle."""
     flops = entry.flops * entry.count
-    cycles = entry.cycles or flops / (peak * kernels)
+    cycles = entry.cycles or _unestimated_cycles(entry, hardware)
     return ProfileLine(
         instruction_kind(entry),
         entry.region,
@@ -174,6 +186,8 @@ def instruction_kind(entry: InstructionCost) -> str:
         return "kernel"
     if entry.flops:
         return "matmul"
+    if entry.instruction.opcode == "reshape":  # changes the memory layout
+        return "copy"
     inside = list(entry.fused.values()) or [entry.instruction]
     opcodes = {instruction.opcode for instruction in inside}
     for kind, own in _KINDS:
@@ -194,11 +208,11 @@ def exposed_collectives(
     """Yield each collective with its total exposed time in seconds.
 
     Two collectives of the same group cannot both overlap with the same work. Without cycle
-    estimates, as on GPUs, only matmuls and kernels count as work. `slices` contains the slice of
+    estimates, as on GPUs, only matmuls and kernels count as work. Kernels, for which no compiler
+    has an estimate, run at their expected FLOP rates. `slices` contains the slice of
     each device in the program's mesh, if groups of device positions can span several slices.
     """
     clock = hardware.clock_ghz * 1e9
-    rate = hardware.flops * hardware.matmul_efficiency
     left: dict[tuple[int, ...], dict[str, float]] = defaultdict(dict)
     for collective in found.collectives:
         if len(collective.group) < 2:
@@ -207,7 +221,8 @@ def exposed_collectives(
         seconds = collective_seconds(collective, hardware, between_slices=spans)
         hidden, free = 0.0, left[collective.group]
         for name, (cycles, flops) in collective.work.items():
-            unused = free.get(name, cycles / clock if clock else flops / rate)
+            rate = hardware.flops * _efficiency_of(name, hardware)
+            unused = free.get(name, cycles / clock if cycles and clock else flops / rate)
             taken = min(unused, seconds - hidden)
             free[name], hidden = unused - taken, hidden + taken
         yield collective, collective.count * (seconds - hidden)
@@ -225,6 +240,13 @@ def collective_seconds(
     rate = hardware.ways * hardware.link_gb_per_second * 1e9
     hops = hardware.hops(len(collective.group)) if "all-to-all" in collective.kind else 1.0
     return collective.num_bytes * hops / rate + hardware.latency_us * 1e-6
+
+
+def _efficiency_of(name: str, hardware: Hardware) -> float:
+    """Return the fraction of the peak FLOP rate of an instruction without a cycle estimate."""
+    if name.startswith(_EXPERT_KERNELS):
+        return hardware.expert_kernel_efficiency
+    return hardware.kernel_efficiency if hardware.is_tpu else hardware.matmul_efficiency
 
 
 def _short(shape: str) -> str:

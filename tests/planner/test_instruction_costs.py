@@ -10,6 +10,7 @@ from maxpipe.planner.hlo_parser import parse_hlo
 from maxpipe.planner.hlo_profile import FROM_HOST, TO_HOST, Profile, profile_program
 from maxpipe.planner.instruction_costs import (
     ProfileLine,
+    all_cycles,
     instruction_kind,
     profile_lines,
     sum_by_kind,
@@ -57,6 +58,12 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
   ROOT %found = s32[64]{0} custom-call(%x), custom_call_target="Gather", metadata={op_name="jit(f)/jvp(part_attention)/flops_229500000/gather"}
 }
 
+%gathered (x: bf16[256,512], i: s32[256]) -> bf16[256,512] {
+  %x = bf16[256,512]{1,0} parameter(0)
+  %i = s32[256]{0} parameter(1)
+  ROOT %rows = bf16[256,512]{1,0} gather(%x, %i), offset_dims={1}
+}
+
 %layer (p: (s32[], bf16[4,256,512])) -> (s32[], bf16[4,256,512]) {
   %p = (s32[], bf16[4,256,512]{2,1,0}) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
@@ -77,6 +84,8 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
   %gather.1 = bf16[1024,512]{1,0} all-gather(%norm.1), replica_groups={{0,1,2,3}}, dimensions={0}
   %kernel.1 = bf16[256,512]{1,0} custom-call(%norm.1), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/while/body/forward/while/body/jvp(part_attention)/flops_229500000/kernel"}
   %prepared.1 = s32[64]{0} fusion(%i), kind=kCustom, calls=%prepared, metadata={op_name="jit(f)/jvp(part_attention)/flops_229500000/gather"}
+  %rows.1 = bf16[256,512]{1,0} fusion(%norm.1, %prepared.1), kind=kCustom, calls=%gathered, metadata={op_name="jit(f)/while/body/forward/while/body/jvp(part_experts)/gather"}
+  %layout.1 = bf16[256,2,256]{2,1,0:T(2,128)} reshape(%rows.1)
   ROOT %out = (s32[], bf16[4,256,512]{2,1,0}) tuple(%i, %buffer)
 }
 
@@ -110,6 +119,8 @@ def test_instruction_kind_of_entries(found: Profile) -> None:
         "sum.1": "reduction",
         "turned.1": "copy",
         "kernel.1": "kernel",
+        "rows.1": "gather, scatter",
+        "layout.1": "copy",
     }
 
 
@@ -129,6 +140,15 @@ def test_profile_lines_have_total_cycles_and_location(found: Profile) -> None:
     assert gather.kind == "all-gather, synchronous"
     assert gather.cycles == pytest.approx(10 * sent * V5P.clock_ghz * 1e9)
     assert list(listed) == sorted(listed, key=lambda name: -listed[name].cycles)
+
+
+def test_instructions_without_estimate_run_at_the_memory_bandwidth(found: Profile) -> None:
+    """The compiler estimates neither gathers of rows nor reshapes to another memory layout."""
+    listed = {each.name: each for each in profile_lines(found, V5P)}
+    cycles = 10 * 2 * 256 * 512 * 2 / (V5P.memory_gb_per_second / V5P.clock_ghz)
+    assert listed["rows.1"].cycles == listed["layout.1"].cycles == pytest.approx(cycles)
+    kernel = listed["kernel.1"].cycles
+    assert all_cycles(found, V5P) == pytest.approx(found.cycles + kernel + 2 * cycles)
 
 
 def test_sum_by_kind_preserves_totals(found: Profile) -> None:
