@@ -200,8 +200,8 @@ def _moved(kernel: KernelSchedule, sizes: Any, steps: float, inner_tiles: int) -
 
 
 SPLASH = r"splash_(?:forward|backward)"
-MATMULS = {"forward": 2, "backward": 5}
-"""Number of matmuls of a block of scores in the kernels of attention."""
+MATMULS = {"forward": (1, 1), "backward": (3, 2)}
+"""Number of matmuls of a block of scores with keys and with values, for each kernel."""
 TWO_CORES = ("v4", "v5p")
 """Chips whose two cores are one device of jax, and process different heads or columns."""
 CHIPS = {
@@ -211,11 +211,12 @@ CHIPS = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
-ATTENTION = [(8192, 128), (8192, 64), (8192, 256), (2048, 128)]
-"""Sequence lengths and head dims."""
+ATTENTION = [(8192, 128, 0), (8192, 64, 0), (8192, 256, 0), (2048, 128, 0), (4096, 192, 64)]
+"""Sequence lengths, head dims of queries and keys, and the number of these dims that all heads
+share, as in latent attention."""
 
 
-def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
+def attention_rates(chip: str, tokens: int, head_dim: int, shared: int) -> dict[str, float]:
     """Return the fraction of the peak FLOP rate that the attention kernels of a chip reach, by
     kernel and in total. This function runs in a separate process.
 
@@ -240,26 +241,30 @@ def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
     whole = jax.NamedSharding(mesh, jax.P())
 
     def run(query: Any, key: Any, value: Any, ids: Any) -> Any:
-        attend = lambda *arrays: splash.attend(*arrays, Mask(segments=ids))  # noqa: E731
+        def attend(query: Any, key: Any, value: Any) -> Any:
+            return splash.attend(query, key, value, Mask(segments=ids, shared_dims=shared))
+
         mixed, pull = jax.vjp(attend, query, key, value)
         return mixed, pull(mixed)
 
-    array, keys = (
-        jax.ShapeDtypeStruct((1, tokens, heads, head_dim), "bfloat16", sharding=whole)
-        for heads in (8, 2)
+    value_dim, key_heads = head_dim - shared, 8 if shared else 2
+    array, keys, values = (
+        jax.ShapeDtypeStruct((1, tokens, heads, size), "bfloat16", sharding=whole)
+        for heads, size in ((8, head_dim), (key_heads, head_dim), (key_heads, value_dim))
     )
     ids = jax.ShapeDtypeStruct((1, tokens), "int32", sharding=whole)
     options = compiler_options("tpu", devices[0].device_kind)
     with jax.set_mesh(mesh):
-        jax.jit(run).lower(array, keys, keys, ids).compile(options)
+        jax.jit(run).lower(array, keys, values, ids).compile(options)
     hardware, cores = target.hardware, 2 if chip in TWO_CORES else 1
     per_cycle = hardware.flops / 2 / hardware.clock_ghz / 1e9 / cores
     peaks, rates = 0.0, {}
     times = 0.0
     for kernel in KernelSchedule.read_all(Path(folder.name), SPLASH):
         kind = kernel.name.split("_")[1].partition(".")[0]
-        (queries, keys) = (kernel.windows[index][0][-2] for index in (0, 1))
-        peak = MATMULS[kind] * queries * keys * head_dim / per_cycle
+        (queries, keys) = (kernel.windows[index][0][-2] for index in (0, 2 if shared else 1))
+        with_keys, with_values = MATMULS[kind]
+        peak = queries * keys * (with_keys * head_dim + with_values * value_dim) / per_cycle
         # The largest blocks of instructions compute a pair without a mask, with a mask, and on the
         # diagonal, in this order. The others run for the first and for the last of the visible key
         # blocks.
@@ -278,12 +283,12 @@ def attention_rates(chip: str, tokens: int, head_dim: int) -> dict[str, float]:
 
 
 def table() -> str:
-    head = ["chip", "T", "head dim", *(f"{kind} kernel" for kind in MATMULS), "all"]
+    head = ["chip", "T", "head dim", "shared dims", *(f"{kind} kernel" for kind in MATMULS), "all"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for chip in CHIPS:
-        for tokens, head_dim in ATTENTION:
-            found = in_process(chip, tokens, head_dim)
-            cells = [chip, str(tokens), str(head_dim)]
+        for sizes in ATTENTION:
+            found = in_process(chip, *sizes)
+            cells = [chip, *map(str, sizes)]
             cells += [f"{found[kind]:.0%}" for kind in (*MATMULS, "all")]
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], file=sys.stderr, flush=True)
@@ -306,8 +311,10 @@ PREAMBLE = """\
 include custom kernels. The compiler for TPUs can write the instruction schedule of a kernel, with
 the number of instructions in each code block. The table shows the fraction of the peak bfloat16
 rate that splash attention kernels reach in computed blocks of scores, for 8 heads, 2 key/value
-heads and a causal mask. The time of a block of scores is the number of its instructions, but at
-least the time that the matrix units need at their peak rate. Waits for transfers are not included.
+heads and a causal mask. Rows with shared dims are latent attention with 8 heads, in which the
+values have as many dims as the other dims of a key. The time of a block of scores is the number of
+its instructions, but at least the time that the matrix units need at their peak rate. Waits for
+transfers are not included.
 
 The matrix units of v6e and TPU7x have 256 x 256 elements. A head dim of 128 uses half of them in
 most matmuls, and the softmax takes as long as on other chips. `kernel_efficiency` in the hardware

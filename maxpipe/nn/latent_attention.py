@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,8 +27,10 @@ _HEADS = (None, None, "heads", "head_dim")
 class LatentAttention(SpecModule):
     """Self-attention with N heads, whose keys and values are projected from one latent per token.
 
-    Internally, the RoPE dims of a head come first, as pairs (i, i + half), so RoPE is computed as
-    in other families. Weights are reordered instead of activations, because weights are smaller.
+    The RoPE dims of a head are the last ones. Internally, they are pairs (i, i + half), so RoPE is
+    computed as in other families. Weights are reordered instead of activations, because weights are
+    smaller. Queries consist of two matmuls, because most kernels and matmuls are slower if a head
+    does not fill the lanes of a TPU.
     """
 
     query: nnx.Param
@@ -52,7 +53,8 @@ class LatentAttention(SpecModule):
         split = context.split(self.rules, attention=True)
         frequencies = rotary_frequencies(part.rope, part.rope_size, context)
         angles = positions, frequencies, part.rope.attention_factor, part.backend
-        query = rotate(self._query(x, split), *angles)
+        unrotated, front = self._query(x, split)
+        query = jnp.concatenate([unrotated, rotate(front, *angles)], axis=-1)
         query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
         down = split.unsharded_matmul(x, self.key_value_down[...].astype(dtype))
         small = rms_norm(checkpoint_name(down, "latent"), self.key_value_norm[...], part.norm)
@@ -83,18 +85,17 @@ class LatentAttention(SpecModule):
         whole = ("batch", None, None, None)
         return KVCache.axes()._replace(keys=whole, values=whole)
 
-    def _query(self, x: Float[Array, "B T D"], split: SequenceParallel) -> Float[Array, "B T N H"]:
-        """Return the queries before RoPE, with the RoPE dims first."""
-        part = self.part
-        turned_first = partial(_rotary_dims_first, turned=part.rope_size)
-        if not part.q_lora_rank:
-            weight = map_columns(turned_first, self.query[...].astype(x.dtype))
-            return split.column_parallel(x, [weight], [part.params["query"].axes])[0]
-        down = split.unsharded_matmul(x, self.query_down[...].astype(x.dtype))
-        down = checkpoint_name(down, "query_latent")
-        normed = rms_norm(down, self.query_norm[...], part.query_norm)
-        weight = map_columns(turned_first, self.query_up[...].astype(x.dtype))
-        return split.column_parallel(normed, [weight], [part.params["query_up"].axes])[0]
+    def _query(self, x: Float[Array, "B T D"], split: SequenceParallel) -> list[Array]:
+        """Return the non-RoPE dims `[B, T, N, h]` and the RoPE dims of the queries before RoPE."""
+        part, down, name = self.part, x, "query"
+        if part.q_lora_rank:
+            down = split.unsharded_matmul(x, self.query_down[...].astype(x.dtype))
+            down = checkpoint_name(down, "query_latent")
+            down, name = rms_norm(down, self.query_norm[...], part.query_norm), "query_up"
+        weight, axes = getattr(self, name)[...].astype(x.dtype), part.params[name].axes
+        weights = [weight[..., : part.rest_size], weight[..., part.rest_size :]]
+        weights[1] = map_columns(_deinterleave_pairs, weights[1])
+        return split.column_parallel(down, weights, [axes, axes])
 
     def _up(self, dtype: jnp.dtype) -> tuple[Array | LoraWeight, Array | LoraWeight]:
         """Return the projections from latents to the non-RoPE dims of keys `[r, N, h]` and to
@@ -116,7 +117,8 @@ class LatentAttention(SpecModule):
         axes = self.part.params["key_value_up"].axes
         keys, value = split.column_parallel(small, self._up(query.dtype), [axes, axes])
         everywhere = jnp.broadcast_to(turned, (*keys.shape[:3], turned.shape[-1]))
-        key = jnp.concatenate([everywhere, keys], axis=-1)
+        key = jnp.concatenate([keys, everywhere], axis=-1)
+        mask = replace(mask, shared_dims=self.part.rope_size)
         key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
         value = checkpoint_name(constrain(value, _HEADS, self.rules), "value")
         if context.recorder is not None:
@@ -139,7 +141,7 @@ class LatentAttention(SpecModule):
         The up projections are instead applied to the queries and to the attention output.
         """
         up_key, up_value = map(merge_lora, self._up(query.dtype))
-        front, unrotated = jnp.split(query, (self.part.rope_size,), axis=-1)
+        unrotated, front = jnp.split(query, (self.part.rest_size,), axis=-1)
         unrotated = jnp.einsum("btnh,rnh->btnr", unrotated, up_key)
         query = jnp.concatenate([front, unrotated], axis=-1)
         key = jnp.concatenate([turned, small[:, :, None]], axis=-1)
@@ -159,9 +161,3 @@ def _deinterleave_pairs(weight: Float[Array, "*dims h"]) -> Float[Array, "*dims 
     """Reorder pairs of dims from (2i, 2i + 1) to (i, i + half)."""
     pairs = weight.reshape(*weight.shape[:-1], -1, 2)
     return pairs.swapaxes(-1, -2).reshape(weight.shape)
-
-
-def _rotary_dims_first(weight: Float[Array, "*dims H"], turned: int) -> Float[Array, "*dims H"]:
-    """Move the RoPE dims of each head from the end to the front."""
-    unrotated, last = jnp.split(weight, (weight.shape[-1] - turned,), axis=-1)
-    return jnp.concatenate([_deinterleave_pairs(last), unrotated], axis=-1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from maxpipe.parallel.mesh import mesh_device_kind
@@ -65,4 +68,18 @@ def compiler_parameters(*semantics: Any) -> tpu.CompilerParams:
     """
     return tpu.CompilerParams(
         dimension_semantics=semantics, vmem_limit_bytes=tpu_cores().vmem_mib * 2**20
+    )
+
+
+def cost_estimate(
+    flops: float, arrays: Iterable[Any], transcendentals: float = 0.0
+) -> pl.CostEstimate:
+    """Return the work of a kernel call that reads or writes these arrays.
+
+    Without an estimate, the scheduler of XLA assumes that a kernel needs no time, and completes
+    collectives before the kernel that could overlap with them.
+    """
+    moved = sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays)
+    return pl.CostEstimate(
+        flops=round(flops), bytes_accessed=moved, transcendentals=round(transcendentals)
     )

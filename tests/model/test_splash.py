@@ -39,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "cap": {"groups": 4, "soft_cap": 2.0, "scale": 0.3, "window": 150},
     "sinks": {"groups": 1, "sinks": True, "window": 5},
     "sizes": {"size": 48, "value_size": 32, "sinks": True},
+    "shared dims": {"size": 48, "value_size": 32, "shared_dims": 16, "groups": 4},
+    "shared dims, fewer heads": {"size": 48, "shared_dims": 16, "window": 150},
     "both ways": {"causal": False, "window": 30},
     "documents alone": {"causal": False},
     "zig-zag": {"tokens": 256, "keys": 1024, "places": ZIG_ZAG, "run": 128},
@@ -53,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", keeping(CASES, 0, 1, 2, 3, 4, 5, 7, 10, 11))
+@pytest.mark.parametrize("name", keeping(CASES, 0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 13))
 def test_kernels_equal_xla_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare outputs and gradients of queries, keys, values and sinks over several blocks."""
     given = dict(CASES[name])
@@ -73,6 +75,8 @@ def test_kernels_equal_xla_attention(name: str, monkeypatch: pytest.MonkeyPatch)
 
     def run(attend: Any) -> Any:
         def loss(query: Any, key: Any, value: Any, sinks: Any, window: Any) -> Any:
+            if shared := given.get("shared_dims", 0):
+                key = key.at[..., -shared:].set(key[:, :, :1, -shared:])
             mask = Mask(
                 jnp.asarray(row(keys)[:, where]),
                 key_segments=None if places is None else jnp.asarray(row(keys)),
@@ -107,10 +111,9 @@ def test_gradients_with_little_memory(
     query, d_mixed = (jax.random.normal(each, (1, 384, 4, 128)) for each in draw[:2])
     key, value = (jax.random.normal(each, (1, 384, 1, 128)) for each in draw[2:])
     mask = Mask(jnp.asarray(row(384)[:1]), window=200)
-    swapped = [jnp.swapaxes(each, 1, 2) for each in (query, key, value)]
+    swapped = [jnp.swapaxes(each, 1, 2) for each in (query, value)]
     sizes = splash_kernels.BlockSizes(128, 128, 128)
-    query_key_value = swapped[0], swapped[1], swapped[2]
-    assert splash_kernels._query_span(*query_key_value, sizes) == (span, parts)
+    assert splash_kernels._query_span(swapped[:1], swapped[1], sizes) == (span, parts)
 
     def gradients(attend: Any) -> Any:
         return jax.vjp(lambda *arrays: attend(*arrays, mask), query, key, value)[1](d_mixed)
@@ -129,8 +132,8 @@ def test_queries_without_keys_have_zeros() -> None:
     segments = jnp.repeat(jnp.asarray([[5, 1]]), 128, axis=1)
     first = np.asarray([0, 128], np.int32)
     mixed, sums = splash_kernels.forward(
-        query,
-        key,
+        [query],
+        [key],
         value,
         segments,
         jnp.ones_like(segments),

@@ -59,6 +59,9 @@ class Mask:
     """Soft cap on the scores: `cap * tanh(scores / cap)`. 0 disables the cap."""
     sinks: Float[Array, " N"] | None = None
     """Sink logit of each head in the softmax."""
+    shared_dims: int = 0
+    """Number of dims at the end of each key that are equal in all heads. Kernels can read them
+    once."""
 
     @property
     def has_places(self) -> bool:

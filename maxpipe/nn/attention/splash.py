@@ -56,6 +56,7 @@ def attend(
         scale=key.shape[-1] ** -0.5 if mask.scale is None else mask.scale,
         soft_cap=mask.soft_cap,
         run=mask.run or tokens,
+        shared_dims=mask.shared_dims,
         interpret=interpret,
     )
     seen = _SplashMask(mask.segments, key_segments, mask.places, window)
@@ -77,6 +78,8 @@ class SplashOptions:
     soft_cap: float
     run: int
     """Length of each contiguous run of query tokens."""
+    shared_dims: int
+    """Number of dims at the end of each key that are equal in all heads."""
     interpret: bool
 
     def function(self, window: int) -> ScoreFunction:
@@ -196,14 +199,14 @@ def local_forward(
 ) -> tuple[Float[Array, "B T N v"], Float[Array, "B N T"]]:
     """Compute the output and the float32 log-sum-exp on one device."""
 
-    def run(window: int, *arrays: Array) -> tuple[Array, Array]:
+    def run(window: int, *arrays: Any) -> tuple[Array, Array]:
         scored, operands, options = _kernel_call(window, arrays, seen, call)
         scored *= query.shape[-1] + value.shape[-1]
         with jax.named_scope(scopes.flops(2 * scored)):
             return splash_kernels.forward(*operands, sinks=sinks, **options)
 
-    arrays = (_swap_heads_and_tokens(each) for each in (query, key, value))
-    mixed, sums = switch_window(run, seen.window, call.windows, tuple(arrays))
+    arrays = _kernel_arrays(query, key, value, call)
+    mixed, sums = switch_window(run, seen.window, call.windows, arrays)
     return _swap_heads_and_tokens(mixed), sums
 
 
@@ -222,32 +225,50 @@ def local_backward(
     """Compute the gradients of queries, keys and values on one device."""
     del sinks  # already included in `sums`
 
-    def run(window: int, *arrays: Array) -> tuple[Array, Array, Array]:
+    def run(window: int, *arrays: Any) -> tuple[list[Array], list[Array], Array]:
         scored, operands, options = _kernel_call(window, arrays[:3], seen, call)
         scored *= 3 * query.shape[-1] + 2 * value.shape[-1]
         with jax.named_scope(scopes.flops(2 * scored)):
             return splash_kernels.backward(*operands, *arrays[3:], **options)
 
-    arrays = tuple(_swap_heads_and_tokens(each) for each in (query, key, value))
+    arrays = _kernel_arrays(query, key, value, call)
     results = _swap_heads_and_tokens(mixed), sums, _swap_heads_and_tokens(d_mixed)
     gradients = switch_window(run, seen.window, call.windows, (*arrays, *results))
-    d_query, d_key, d_value = (_swap_heads_and_tokens(each) for each in gradients)
-    return d_query, d_key, d_value
+    d_queries, d_keys, d_value = jax.tree.map(_swap_heads_and_tokens, gradients)
+    return jnp.concatenate(d_queries, -1), jnp.concatenate(d_keys, -1), d_value
+
+
+def _kernel_arrays(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G v"],
+    call: SplashOptions,
+) -> tuple[list[Array], list[Array], Array]:
+    """Return the queries, keys and values of a kernel, with heads before tokens.
+
+    The dims that all heads share are separate arrays. The layer concatenated them with the other
+    dims, and XLA removes both operations.
+    """
+    queries, keys = [query], [key]
+    if shared := call.shared_dims:
+        queries = [query[..., :-shared], query[..., -shared:]]
+        keys = [key[..., :-shared], key[..., -shared:][:, :, :1]]
+    return jax.tree.map(_swap_heads_and_tokens, (queries, keys, value))
 
 
 def _kernel_call(
-    window: int, arrays: Sequence[Array], seen: _SplashMask, call: SplashOptions
+    window: int, arrays: Sequence[Any], seen: _SplashMask, call: SplashOptions
 ) -> tuple[float, tuple[Any, ...], dict[str, Any]]:
     """Return the number of scored pairs, and the operands and options that both kernels share.
 
-    `arrays` are the queries [B, N, T, H], and the keys and values [B, G, S, ...].
+    `arrays` are those of `_kernel_arrays`.
     """
-    query, key, value = arrays
-    sizes, function = _blocks(query, key, value, window, call), call.function(window)
-    first = _first_tokens(query, seen, sizes)
-    operands = (query, key, value, seen.segments, seen.key_segments, first)
+    queries, keys, value = arrays
+    sizes, function = _blocks(queries[0], keys[0], value, window, call), call.function(window)
+    first = _first_tokens(queries[0], seen, sizes)
+    operands = (queries, keys, value, seen.segments, seen.key_segments, first)
     options = {"function": function, "sizes": sizes, "interpret": call.interpret}
-    return _num_scored_pairs(query, key, window, call, sizes), operands, options
+    return _num_scored_pairs(queries[0], keys[0], window, call, sizes), operands, options
 
 
 def _swap_heads_and_tokens(x: Array) -> Array:

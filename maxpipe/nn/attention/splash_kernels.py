@@ -4,6 +4,10 @@ Each grid step multiplies a block of queries by a block of keys. The list of blo
 on runtime arrays, so a device can hold any chunks of a sequence. Blocks without masked scores skip
 the mask, and blocks whose documents differ are skipped.
 
+Queries and keys can consist of several arrays, each with some of the dims of a head. The kernels
+concatenate blocks of these arrays on the chip. An array of keys can have fewer heads than the
+others, such as the RoPE dims of latent attention, which are equal in all heads.
+
 One backward kernel computes all gradients with five matmuls. Two kernels, as in jax's splash
 attention, need seven and compute the softmax twice. The gradients of the queries are summed in
 on-chip memory, which bounds the number of queries of a call.
@@ -15,6 +19,7 @@ References:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jaxtyping import Bool, Float, Int, Shaped
 
-from maxpipe.parallel.tpu_kernels import compiler_parameters, dot, tpu_cores
+from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, dot, tpu_cores
 
 LANES = 128
 """Every block size is a multiple of this number."""
@@ -199,8 +204,8 @@ def _segment_flags(
 
 
 def forward(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B G S H"],
+    queries: Sequence[Float[Array, "B N T _"]],
+    keys: Sequence[Float[Array, "B _ S _"]],
     value: Float[Array, "B G S v"],
     segments: Int[Array, "B T"],
     key_segments: Int[Array, "B S"],
@@ -215,8 +220,9 @@ def forward(
 
     A query token that attends to no key has zeros and a very small log-sum-exp.
     """
-    batch, heads, tokens, size = query.shape
-    value_size, group = value.shape[3], heads // key.shape[1]
+    query, value_size = queries[0], value.shape[3]
+    batch, heads, tokens, _ = query.shape
+    widths = [each.shape[3] for each in queries]
     pairs, count = list_pairs(function, sizes, first, segments, key_segments, by_key=False)
     has_sinks = sinks is not None
     start = sinks.astype(jnp.float32) * _LOG2_E if has_sinks else jnp.zeros(1, jnp.float32)
@@ -227,24 +233,33 @@ def forward(
 
         return pl.BlockSpec(block, place)
 
-    queries, keys = (None, None, sizes.queries), (None, None, sizes.keys)
+    def row(width: int) -> pl.BlockSpec:
+        return spec((None, None, sizes.queries, width), lambda b, n, i, j: (b, n, i, 0))
+
+    def column(array: Array) -> pl.BlockSpec:
+        group = heads // array.shape[1]
+        return spec(
+            (None, None, sizes.keys, array.shape[3]),
+            lambda b, n, i, j: (b, _divmod(n, group)[0], j, 0),
+        )
+
+    outs = [
+        jax.typeof(query).update(shape=(batch, heads, tokens, value_size)),
+        jax.typeof(query).update(shape=(batch, heads, 1, tokens), dtype=jnp.float32),
+    ]
     mixed, sums = pl.pallas_call(
-        partial(_forward_kernel, function, sizes, heads, len(pairs.query), has_sinks),
-        out_shape=[
-            jax.typeof(query).update(shape=(batch, heads, tokens, value_size)),
-            jax.typeof(query).update(shape=(batch, heads, 1, tokens), dtype=jnp.float32),
-        ],
+        partial(_forward_kernel, function, sizes, heads, len(pairs.query), has_sinks, len(widths)),
+        out_shape=outs,
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs) + 1,
             in_specs=[
-                spec((*queries, size), lambda b, n, i, j: (b, n, i, 0)),
-                spec((*keys, size), lambda b, n, i, j: (b, _divmod(n, group)[0], j, 0)),
-                spec((*keys, value_size), lambda b, n, i, j: (b, _divmod(n, group)[0], j, 0)),
+                *map(row, widths),
+                *map(column, (*keys, value)),
                 spec((None, 1, sizes.queries), lambda b, n, i, j: (b, 0, i)),
                 spec((None, 1, sizes.keys), lambda b, n, i, j: (b, 0, j)),
             ],
             out_specs=[
-                spec((*queries, value_size), lambda b, n, i, j: (b, n, i, 0)),
+                row(value_size),
                 spec((None, None, 1, sizes.queries), lambda b, n, i, j: (b, n, 0, i)),
             ],
             grid=(batch * heads, count),
@@ -252,13 +267,14 @@ def forward(
                 tpu.VMEM((sizes.queries, LANES), jnp.float32),
                 tpu.VMEM((sizes.queries, LANES), jnp.float32),
                 tpu.VMEM((sizes.queries, value_size), jnp.float32),
-                tpu.VMEM((sizes.queries, size), query.dtype),
+                tpu.VMEM((sizes.queries, sum(widths)), query.dtype),
             ],
         ),
         compiler_params=compiler_parameters("parallel", "arbitrary"),
+        cost_estimate=_cost_estimate(pairs, sizes, 1, queries, keys, value, outs),
         interpret=interpret,
         name="splash_forward",
-    )(*pairs, start, query, key, value, segments[:, None], key_segments[:, None])
+    )(*pairs, start, *queries, *keys, value, segments[:, None], key_segments[:, None])
     return mixed, sums[:, :, 0]
 
 
@@ -268,11 +284,13 @@ def _forward_kernel(
     heads: int,
     num_pairs: int,
     has_sinks: bool,
+    num_parts: int,
     *refs: Any,
 ) -> None:
     """Add one block of keys to the output of a block of queries (online softmax)."""
     pairs, start, refs = BlockPairs(*refs[:5]), refs[5], refs[6:]
-    query, key, value, segments, key_segments, out, sums, top, total, mixed, scaled = refs
+    queries, keys, refs = refs[:num_parts], refs[num_parts : 2 * num_parts], refs[2 * num_parts :]
+    value, segments, key_segments, out, sums, top, total, mixed, scaled = refs
     (sequence, head), step = _divmod(pl.program_id(0), heads), pl.program_id(1)
     flags = pairs.flags[sequence * num_pairs + step]
 
@@ -282,11 +300,11 @@ def _forward_kernel(
         top[...] = jnp.full(top.shape, start[head] if has_sinks else _MASKED_SCORE)
         total[...] = jnp.full(total.shape, 1.0 if has_sinks else 0.0)
         mixed[...] = jnp.zeros(mixed.shape, jnp.float32)
-        scaled[...] = function.scale_queries(query[...])
+        scaled[...] = function.scale_queries(_joined(queries, pl.ds(0, sizes.queries)))
 
     def add(begin: int, size: int, start: int, is_masked: bool) -> None:
         part, rows = pl.ds(begin, size), pl.ds(start, sizes.queries - start)
-        scores, _ = _scores(function, dot(scaled[rows], key[part], 1, 1))
+        scores, _ = _scores(function, dot(scaled[rows], _joined(keys, part), 1, 1))
         if is_masked:
             seen = _visible(function, pairs.distance[step] + start - begin, scores.shape, 0)
             seen &= _columns(segments[:, rows], size) == key_segments[:, part]
@@ -328,8 +346,8 @@ def _sums_by_matmul(value_size: int) -> bool:
 
 
 def backward(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B G S H"],
+    queries: Sequence[Float[Array, "B N T _"]],
+    keys: Sequence[Float[Array, "B _ S _"]],
     value: Float[Array, "B G S v"],
     segments: Int[Array, "B T"],
     key_segments: Int[Array, "B S"],
@@ -341,49 +359,54 @@ def backward(
     function: ScoreFunction,
     sizes: BlockSizes,
     interpret: bool = False,
-) -> tuple[Float[Array, "B N T H"], Float[Array, "B G S H"], Float[Array, "B G S v"]]:
-    """Return the gradients of the queries, keys and values.
+) -> tuple[list[Array], list[Array], Float[Array, "B G S v"]]:
+    """Return the gradients of the queries, keys and values. Those of each array of keys have all G
+    heads.
 
     `mixed` and `sums` are the results of the forward pass.
     """
     products = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
     sums = sums * _LOG2_E
-    span, parts = _query_span(query, key, value, sizes)
+    span, parts = _query_span(queries, value, sizes)
+    tokens = mixed.shape[2]
     run = partial(
         _backward_span,
-        key=key,
+        keys=keys,
         value=value,
         key_segments=key_segments,
         function=function,
         sizes=sizes,
         parts=parts,
-        sums_spans=span < query.shape[2],
+        sums_spans=span < tokens,
         interpret=interpret,
     )
-    d_query, d_key, d_value = [], None, None
-    for start in range(0, query.shape[2], span):
+    d_queries, d_keys = [], None
+    for start in range(0, tokens, span):
         part = slice(start, start + span)
         blocks = slice(start // sizes.queries, (start + span) // sizes.queries)
-        rows = (query, d_mixed, sums, products)
-        found, *more = run(
-            *(each[:, :, part] for each in rows), segments=segments[:, part], first=first[blocks]
+        found, more = run(
+            [each[:, :, part] for each in queries],
+            *(each[:, :, part] for each in (d_mixed, sums, products)),
+            segments=segments[:, part],
+            first=first[blocks],
         )
-        d_query.append(found)
-        d_key = more[0] if d_key is None else d_key + more[0]
-        d_value = more[1] if d_value is None else d_value + more[1]
-    assert d_key is not None and d_value is not None
-    return lax.concatenate(d_query, 2), d_key.astype(key.dtype), d_value.astype(value.dtype)
+        d_queries.append(found)
+        d_keys = more if d_keys is None else [a + b for a, b in zip(d_keys, more, strict=True)]
+    assert d_keys is not None
+    *d_keys, d_value = (each.astype(value.dtype) for each in d_keys)
+    return [lax.concatenate(each, 2) for each in zip(*d_queries, strict=True)], d_keys, d_value
 
 
-def _query_span(query: Array, key: Array, value: Array, sizes: BlockSizes) -> tuple[int, int]:
+def _query_span(queries: Sequence[Array], value: Array, sizes: BlockSizes) -> tuple[int, int]:
     """Return the number of query tokens of a kernel call, and the number of parts into which the
     query heads of a key head are divided.
 
     A part is processed like a separate key head, so that fewer gradients are in on-chip memory. An
     even number of heads occupies both cores of a device.
     """
-    batch, heads, tokens, size = query.shape
-    group, item = heads // key.shape[1], query.dtype.itemsize
+    batch, heads, tokens, _ = queries[0].shape
+    size, key_heads = sum(each.shape[3] for each in queries), value.shape[1]
+    group, item = heads // key_heads, value.dtype.itemsize
     width = size + value.shape[3]
     blocks = 2 * item * (sizes.queries * (width + size) + 2 * sizes.keys * width)
     scratch = 4 * sizes.keys * width
@@ -398,19 +421,19 @@ def _query_span(query: Array, key: Array, value: Array, sizes: BlockSizes) -> tu
             number for number in range(1, count + 1) if not count % number and number <= most
         )
         return per_call * sizes.queries, group
-    is_even = [parts for parts in fits if batch * key.shape[1] * parts % tpu_cores().number == 0]
+    is_even = [parts for parts in fits if batch * key_heads * parts % tpu_cores().number == 0]
     return tokens, (is_even or fits)[0]
 
 
 def _backward_span(
-    query: Array,
+    queries: Sequence[Array],
     d_mixed: Array,
     sums: Array,
     products: Array,
     *,
     segments: Array,
     first: Any,
-    key: Array,
+    keys: Sequence[Array],
     value: Array,
     key_segments: Array,
     function: ScoreFunction,
@@ -418,10 +441,10 @@ def _backward_span(
     parts: int,
     sums_spans: bool,
     interpret: bool,
-) -> tuple[Array, Array, Array]:
+) -> tuple[list[Array], list[Array]]:
     """Return the gradients of some queries, and their contribution to those of keys and values."""
-    batch, heads, tokens, size = query.shape
-    value_size, key_heads = value.shape[3], key.shape[1]
+    batch, heads, tokens, _ = queries[0].shape
+    widths, key_heads = [each.shape[3] for each in queries], value.shape[1]
     group = heads // key_heads // parts
     pairs, count = list_pairs(function, sizes, first, segments, key_segments, by_key=True)
 
@@ -438,53 +461,59 @@ def _backward_span(
         is_last = at.flags[sequence * len(pairs.query) + p] & _QUERY_LAST != 0
         return sequence, part * group + jnp.where(is_last, g, 0), at.completed[p], 0
 
-    queries, keys = (None, None, sizes.queries), (None, None, sizes.keys)
+    def row(width: int, place: Any = None) -> pl.BlockSpec:
+        block = (None, None, sizes.queries, width)
+        return (
+            pl.BlockSpec(block, place) if place else spec(block, lambda b, r, n, i, j: (b, n, i, 0))
+        )
+
+    def column(array: Array) -> pl.BlockSpec:
+        fewer = parts * (key_heads // array.shape[1])
+        return spec(
+            (None, None, sizes.keys, array.shape[3]),
+            lambda b, r, n, i, j: (b, _divmod(r, fewer)[0], j, 0),
+        )
+
+    def summed(width: int) -> pl.BlockSpec:
+        return spec((None, None, sizes.keys, width), lambda b, r, n, i, j: (b, r, j, 0))
+
     per_query = spec((None, None, 1, sizes.queries), lambda b, r, n, i, j: (b, n, 0, i))
-    row = lambda width: spec((*queries, width), lambda b, r, n, i, j: (b, n, i, 0))  # noqa: E731
-    column = lambda width: spec(  # noqa: E731
-        (*keys, width), lambda b, r, n, i, j: (b, _divmod(r, parts)[0], j, 0)
-    )
-    summed = lambda width: spec((*keys, width), lambda b, r, n, i, j: (b, r, j, 0))  # noqa: E731
-    dtype = jnp.float32 if parts > 1 or sums_spans else key.dtype
-    like = jax.typeof(key).update(dtype=dtype)
-    d_query, *gradients = pl.pallas_call(
-        partial(_backward_kernel, function, sizes, key_heads * parts, len(pairs.query)),
-        out_shape=[
-            jax.typeof(query),
-            like.update(shape=(batch, key_heads * parts, *key.shape[2:])),
-            like.update(shape=(batch, key_heads * parts, *value.shape[2:])),
-        ],
+    dtype = jnp.float32 if parts > 1 or sums_spans else value.dtype
+    like = jax.typeof(value).update(dtype=dtype)
+    of_keys = [*widths, value.shape[3]]
+    outs = [jax.typeof(each) for each in queries]
+    rows = key_heads * parts
+    outs += [like.update(shape=(batch, rows, value.shape[2], width)) for width in of_keys]
+    results = pl.pallas_call(
+        partial(_backward_kernel, function, sizes, rows, len(pairs.query), len(widths)),
+        out_shape=outs,
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(pairs),
             in_specs=[
-                row(size),
-                column(size),
-                column(value_size),
-                row(value_size),
+                *map(row, widths),
+                *map(column, (*keys, value)),
+                row(value.shape[3]),
                 per_query,
                 per_query,
                 spec((None, 1, sizes.queries), lambda b, r, n, i, j: (b, 0, i)),
                 spec((None, 1, sizes.keys), lambda b, r, n, i, j: (b, 0, j)),
             ],
-            out_specs=[
-                pl.BlockSpec((*queries, size), completed),
-                summed(size),
-                summed(value_size),
-            ],
-            grid=(batch * key_heads * parts, count, group),
+            out_specs=[*(row(width, completed) for width in widths), *map(summed, of_keys)],
+            grid=(batch * rows, count, group),
             scratch_shapes=[
-                tpu.VMEM((group, size, tokens), jnp.float32),
-                tpu.VMEM((size, sizes.keys), jnp.float32),
-                tpu.VMEM((value_size, sizes.keys), jnp.float32),
+                tpu.VMEM((group, sum(widths), tokens), jnp.float32),
+                tpu.VMEM((sum(widths), sizes.keys), jnp.float32),
+                tpu.VMEM((value.shape[3], sizes.keys), jnp.float32),
             ],
         ),
         compiler_params=compiler_parameters("parallel", "arbitrary", "arbitrary"),
+        cost_estimate=_cost_estimate(pairs, sizes, 2.5, queries, keys, value, outs),
         interpret=interpret,
         name="splash_backward",
     )(
         *pairs,
-        query,
-        key,
+        *queries,
+        *keys,
         value,
         d_mixed,
         sums[:, :, None],
@@ -492,14 +521,20 @@ def _backward_span(
         segments[:, None],
         key_segments[:, None],
     )
+    d_queries, gradients = list(results[: len(widths)]), list(results[len(widths) :])
     if parts > 1:
         shape = (batch, key_heads, parts)
         gradients = [each.reshape(*shape, *each.shape[2:]).sum(2) for each in gradients]
-    return d_query, *gradients
+    return d_queries, gradients
 
 
 def _backward_kernel(
-    function: ScoreFunction, sizes: BlockSizes, key_heads: int, num_pairs: int, *refs: Any
+    function: ScoreFunction,
+    sizes: BlockSizes,
+    key_heads: int,
+    num_pairs: int,
+    num_parts: int,
+    *refs: Any,
 ) -> None:
     """Add the gradients of one pair of blocks.
 
@@ -508,8 +543,10 @@ def _backward_kernel(
     scores need no transpose.
     """
     pairs, refs = BlockPairs(*refs[:5]), refs[5:]
-    query, key, value, d_mixed, sums, products, segments, key_segments = refs[:8]
-    d_query, d_key, d_value, query_total, key_total, value_total = refs[8:]
+    queries, keys, refs = refs[:num_parts], refs[num_parts : 2 * num_parts], refs[2 * num_parts :]
+    value, d_mixed, sums, products, segments, key_segments = refs[:6]
+    d_queries, d_keys = refs[6 : 6 + num_parts], refs[6 + num_parts : 6 + 2 * num_parts]
+    d_value, query_total, key_total, value_total = refs[-4:]
     step, head = pl.program_id(1), pl.program_id(2)
     sequence, _ = _divmod(pl.program_id(0), key_heads)
     flags = pairs.flags[sequence * num_pairs + step]
@@ -528,9 +565,9 @@ def _backward_kernel(
 
     def add(begin: int, size: int, start: int, is_masked: bool) -> None:
         part, place = pl.ds(begin, size), pl.ds(start, sizes.queries - start)
-        keys, cotangents = key[part], d_mixed[place]
-        rows = function.scale_queries(query[place])
-        scores, slope = _scores(function, dot(keys, rows, 1, 1))
+        own, cotangents = _joined(keys, part), d_mixed[place]
+        rows = function.scale_queries(_joined(queries, place))
+        scores, slope = _scores(function, dot(own, rows, 1, 1))
         if is_masked:
             seen = _visible(function, pairs.distance[step] + start - begin, scores.shape, 1)
             seen &= _columns(key_segments[:, part], scores.shape[1]) == segments[:, place]
@@ -541,7 +578,7 @@ def _backward_kernel(
         d_scores = weights * (dot(value[part], cotangents, 1, 1) - products[:, place])
         d_scores = (d_scores if slope is None else d_scores * slope).astype(rows.dtype)
         key_total[:, part] = key_total[:, part] + dot(jnp.transpose(rows), d_scores, 1, 1)
-        d_rows = dot(jnp.transpose(keys), d_scores, 1, 0)
+        d_rows = dot(jnp.transpose(own), d_scores, 1, 0)
         mine = pl.ds(pl.multiple_of(first + start, LANES), sizes.queries - start)
         query_total[head, :, mine] = query_total[head, :, mine] + d_rows
 
@@ -550,16 +587,48 @@ def _backward_kernel(
     @pl.when(flags & _QUERY_LAST != 0)
     def _() -> None:
         total = query_total[head, :, tokens] * function.scale
-        d_query[...] = jnp.transpose(total).astype(d_query.dtype)
+        _store_transposed(d_queries, total)
 
     @pl.when((flags & _LAST != 0) & (head == pl.num_programs(2) - 1))
     def _() -> None:
         scale = function.scale / function.query_scale
-        d_key[...] = jnp.transpose(key_total[...] * scale).astype(d_key.dtype)
+        _store_transposed(d_keys, key_total[...] * scale)
         d_value[...] = jnp.transpose(value_total[...]).astype(d_value.dtype)
 
 
 # Shared by both kernels.
+
+
+def _joined(parts: Sequence[Any], tokens: Any) -> Array:
+    """Return the block of queries or keys with all dims of a head."""
+    blocks = [part[tokens] for part in parts]
+    return blocks[0] if len(blocks) == 1 else lax.concatenate(blocks, 1)
+
+
+def _store_transposed(parts: Sequence[Any], total: Float[Array, "H T"]) -> None:
+    """Store the transpose of the gradients of a block, divided like the queries or keys."""
+    start = 0
+    for part in parts:
+        stop = start + part.shape[1]
+        part[...] = jnp.transpose(total[start:stop]).astype(part.dtype)
+        start = stop
+
+
+def _cost_estimate(
+    pairs: BlockPairs,
+    sizes: BlockSizes,
+    forwards: float,
+    queries: Sequence[Array],
+    keys: Sequence[Array],
+    value: Array,
+    outs: Sequence[Any],
+) -> pl.CostEstimate:
+    """Return the work of a call that computes `forwards` times the FLOPs of the forward kernel."""
+    batch, heads = queries[0].shape[:2]
+    scores = batch * heads * len(pairs.query) * sizes.queries * sizes.keys
+    width = sum(each.shape[3] for each in queries) + value.shape[3]
+    arrays = (*queries, *keys, value, *outs)
+    return cost_estimate(2 * forwards * scores * width, arrays, transcendentals=scores)
 
 
 def _for_visible_parts(flags: Array, sizes: BlockSizes, add: Any) -> None:
