@@ -8,7 +8,7 @@ all-to-all sends only the used rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -131,7 +131,8 @@ def exchange_rows(
     padded = lambda x, sent, received: all_to_all(x, EXPERT, 0, 0)  # noqa: E731
     if method == "padded":
         return padded(x, sent, received)
-    return lax.platform_dependent(x, sent, received, tpu=_ragged, cuda=_ragged, default=padded)
+    in_tiles = partial(_ragged, together=_rows_together(len(x) // axis_size(EXPERT)))
+    return lax.platform_dependent(x, sent, received, tpu=in_tiles, cuda=_ragged, default=padded)
 
 
 exchange_rows.defvjp(
@@ -147,15 +148,54 @@ exchange_rows.defvjp(
 )
 
 
-def _ragged(x: Array, sent: Array, received: Array) -> Array:
+_TILE_ROWS = 8
+"""Number of rows in a tile of a TPU's memory layout."""
+
+
+def _rows_together(room: int) -> int:
+    """Return the number of rows that a TPU exchanges together, if a block has `room` rows.
+
+    XLA would store single rows in another layout than matmuls use, and copy them before and after
+    each exchange. Complete tiles need no copy, but up to 7 unused rows are sent to each device.
+    """
+    return _TILE_ROWS if room % _TILE_ROWS == 0 else 1
+
+
+def _ragged(x: Array, sent: Array, received: Array, together: int = 1) -> Array:
+    """Exchange only the used rows of each block, rounded up to a multiple of `together`."""
     size, me = axis_size(EXPERT), axis_index(EXPERT)
-    room = len(x) // size
+    rows = x if together == 1 else x.reshape(-1, together, x.shape[1])
+    sent, received = (-(-count // together) for count in (sent, received))
+    room = len(rows) // size
     own, there = jnp.arange(size, dtype=jnp.int32) * room, jnp.full(size, me * room, jnp.int32)
     # If input and output shared a buffer, XLA would copy the rows one tile line at a time.
-    empty = mark_varying(lax.empty(x.shape, x.dtype))
+    empty = mark_varying(lax.empty(rows.shape, rows.dtype))
     return lax.ragged_all_to_all(
-        x, empty, mark_varying(own), sent, mark_varying(there), received, axis_name=EXPERT
+        rows, empty, mark_varying(own), sent, mark_varying(there), received, axis_name=EXPERT
+    ).reshape(x.shape)
+
+
+@jax.custom_vjp
+def start_after(x: Float[Array, "*dims"], other: Array) -> Float[Array, "*dims"]:
+    """Return `x`, on which operations start after `other` is computed, on TPUs. Operations on its
+    gradient also wait for `other`, which a backward pass may have to recompute.
+    """
+    return _start_after(x, other)
+
+
+def _start_after(x: Array, other: Array) -> Array:
+    return lax.platform_dependent(
+        x,
+        other,
+        tpu=lambda x, other: lax.optimization_barrier((x, other))[0],
+        default=lambda x, other: x,
     )
+
+
+start_after.defvjp(
+    lambda x, other: (_start_after(x, other), other),
+    lambda other, cotangent: (_start_after(cotangent, other), None),
+)
 
 
 class Routing(NamedTuple):
@@ -387,7 +427,7 @@ class Experts(SpecModule):
         # can run different parts of the schedule at the same time.
         whole = (x, places, weights) if chunks == 1 else self._replicate((x, places, weights))
         arrays = zip(*(jnp.split(array, chunks, axis=1) for array in whole), strict=True)
-        found = [self._exchange(part, params, chunk, context) for chunk in arrays]
+        found = self._exchange_chunks(part, params, list(arrays), context)
         joined = tuple(jnp.concatenate(each, axis=1) for each in zip(*found, strict=True))
         out, lost = joined if chunks == 1 else self._replicate(joined)
         return out, lost if self.part.drops_tokens else None
@@ -396,28 +436,52 @@ class Experts(SpecModule):
         """Replicate arrays and their cotangents over the axes that the compiler shards."""
         return tuple(constrain(array, (None,) * array.ndim, self.rules) for array in arrays)
 
-    def _exchange(
+    def _exchange_chunks(
         self,
         part: experts.Experts,
         params: Mapping[str, Any],
-        chunk: tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]],
+        chunks: Sequence[tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]]],
         context: LayerContext,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
-        """Send tokens to their experts, apply the experts, and send the results back.
+    ) -> list[tuple[Float[Array, "B T D"], Float[Array, "B T"]]]:
+        """Send the tokens of each chunk to their experts, apply the experts, and send the results
+        back. Also return the fraction of each token's experts that dropped the token.
 
-        Also return the fraction of each token's experts that dropped the token.
+        Tokens are sent after the gates of the previous chunk, and they arrive before its output
+        projection, which can overlap with the return of older results. XLA for TPU would otherwise
+        complete the exchanges of all chunks before the experts start, because only one exchange
+        can be in progress.
         """
-        x, places, weights = chunk
-        rows, tokens = x.shape[:2]
+        rows, tokens = chunks[0][0].shape[:2]
         whole = tokens * part.all_to_all_chunks * axis_size(CONTEXT)
         room = part.send_capacity(axis_size(EXPERT), rows, tokens, whole)
-        received, sent = dispatch_tokens(x, places, weights, room, part.all_to_all)
         filled = part.per_token * rows * tokens / (room * axis_size(EXPERT))
-        outputs = self._grouped_experts(
-            received, params, filled=min(filled, 1.0), low=context.quantizer
-        )
-        lost = sent.slots.dropped_fraction.reshape(x.shape[:2])
-        return combine_tokens(outputs, sent, part.all_to_all).reshape(x.shape), lost
+        exchanged = [dispatch_tokens(*chunks[0], room, part.all_to_all)]
+        gates: list[Array] = []
+        found = []
+
+        def send_next(gate: Array) -> Array | None:
+            gates.append(gate)
+            if len(exchanged) == len(chunks):
+                return None
+            x, places, weights = chunks[len(exchanged)]
+            x = start_after(x, gate)
+            exchanged.append(dispatch_tokens(x, places, weights, room, part.all_to_all))
+            return exchanged[-1][0].x
+
+        for number, (x, *_) in enumerate(chunks):
+            received, sent = exchanged[number]
+            outputs = self._grouped_experts(
+                received,
+                params,
+                filled=min(filled, 1.0),
+                low=context.quantizer,
+                before_down=send_next,
+            )
+            out = combine_tokens(outputs, sent, part.all_to_all).reshape(x.shape)
+            # The backward pass sends the gradients of a chunk after the gates of the previous one.
+            out = start_after(out, gates[number - 1]) if number else out
+            found.append((out, sent.slots.dropped_fraction.reshape(x.shape[:2])))
+        return found
 
     def _params(self, x: Array) -> dict[str, Any]:
         """Return the parameters of the experts in the dtype of `x`."""
@@ -442,11 +506,13 @@ class Experts(SpecModule):
         complete: bool = True,
         filled: float = 1.0,
         low: MatmulQuantizer | None,
+        before_down: Callable[[Float[Array, "N F"]], Array | None] = lambda gate: None,
     ) -> Float[Array, "B T D"]:
         """Apply the selected experts to each token; `params` are the parameters of the experts.
 
         `complete` means that no token-expert pair is empty, or that the results of empty pairs are
-        never read. `filled` is the mean fraction of nonempty pairs.
+        never read. `filled` is the mean fraction of nonempty pairs. `before_down` is called with
+        the outputs of the gates, and can return an array for which the output projection waits.
         """
         x, *routes = tokens
         places, weights = (array.reshape(-1, array.shape[-1]) for array in routes)
@@ -461,9 +527,10 @@ class Experts(SpecModule):
             up += row_biases(params["up_bias"], places, rows)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         of_rows = row_weights(weights, places, rows, num_experts).astype(x.dtype)
-        hidden = constrain(
-            gated_activation(gate, up, self.part.function, of_rows), (None, "mlp"), self.rules
-        )
+        hidden = gated_activation(gate, up, self.part.function, of_rows)
+        if (other := before_down(gate)) is not None:
+            hidden = start_after(hidden, other)
+        hidden = constrain(hidden, (None, "mlp"), self.rules)
         out = _down_projection(hidden, params["down"], rows, sizes, spread)
         if self.part.biased:
             out += weighted_biases(weights.astype(x.dtype), params["down_bias"])

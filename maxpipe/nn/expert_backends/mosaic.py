@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from maxpipe.nn.expert_backends.blocks import BlockSteps, make_block_steps
 from maxpipe.parallel import scopes
-from maxpipe.parallel.tpu_kernels import compiler_parameters, dot, tpu_cores
+from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, dot, tpu_cores
 
 
 class Tiles(NamedTuple):
@@ -84,10 +84,12 @@ def grouped_matmul(
         return tile[step], n
 
     block = tiles[:0:-1] if transposed else tiles[1:]
-    with jax.named_scope(scopes.flops(2 * filled * len(rows) * num_rows * contracted * width)):
+    flops = 2 * filled * len(rows) * num_rows * contracted * width
+    out = jax.typeof(rows[0]).update(shape=(num_rows, width))
+    with jax.named_scope(scopes.flops(flops)):
         return pl.pallas_call(
             partial(_matmul_kernel, tiles, num_inner, transposed, len(rows)),
-            out_shape=jax.typeof(rows[0]).update(shape=(num_rows, width)),
+            out_shape=out,
             grid_spec=tpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(steps),
                 in_specs=[pl.BlockSpec(tiles[:2], row_index)] * len(rows)
@@ -97,6 +99,7 @@ def grouped_matmul(
                 scratch_shapes=[tpu.VMEM((tiles.rows, tiles.width), jnp.float32)] * (num_inner > 1),
             ),
             compiler_params=compiler_parameters("parallel", "arbitrary", "arbitrary"),
+            cost_estimate=cost_estimate(flops, (*rows, *weights, out)),
             interpret=interpret,
             name="grouped_matmul",
         )(*steps._replace(start=steps.start // tiles.rows), *rows, *weights)
@@ -179,10 +182,12 @@ def grouped_outer(
             (pl.Element(tiles.rows), pl.Element(size)), partial(index, size, column)
         )
 
-    with jax.named_scope(scopes.flops(2 * filled * rows.size * width * number)):
+    flops = 2 * filled * rows.size * width * number
+    outs = [jax.typeof(rows).update(shape=(len(sizes), depth, width))] * number
+    with jax.named_scope(scopes.flops(flops)):
         products = pl.pallas_call(
             partial(_outer_kernel, tiles, number),
-            out_shape=[jax.typeof(rows).update(shape=(len(sizes), depth, width))] * number,
+            out_shape=outs,
             grid_spec=tpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(steps),
                 in_specs=[
@@ -194,6 +199,7 @@ def grouped_outer(
                 scratch_shapes=[tpu.VMEM((tiles.contracted, tiles.width), jnp.float32)] * number,
             ),
             compiler_params=compiler_parameters("parallel", "arbitrary", "arbitrary"),
+            cost_estimate=cost_estimate(flops, (rows, *cotangents, *outs)),
             interpret=interpret,
             name="grouped_outer",
         )(*steps, rows, *cotangents)
