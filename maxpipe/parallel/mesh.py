@@ -121,7 +121,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     """
     devices = list(jax.devices() if devices is None else devices)
     config = resolve_mesh_config(config, devices)
-    grid = _arrange(devices, *_sizes(config))
+    grid = _rotate_planes(_arrange(devices, *_sizes(config)))
     types = [_axis_type(axis, size, config) for axis, size in zip(AXES, grid.shape, strict=True)]
     return Mesh(grid, AXES, axis_types=tuple(types))
 
@@ -225,6 +225,30 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
         for dim in pair
     ]
     return grid.transpose(order).reshape([i * d for i, d in zip(ici, dcn, strict=True)])
+
+
+_WITH_SPARSE_CORES = ("TPU v5", "TPU v6 lite", "TPU7x")
+"""Kinds of devices that gather weights on sparse cores."""
+
+
+def _rotate_planes(grid: np.ndarray) -> np.ndarray:
+    """Rotate the devices of one mesh axis by one, if weights are gathered over a plane of a TPU
+    torus.
+
+    XLA of libtpu 0.0.42 does not use sparse cores for a gather whose devices are exactly a plane,
+    row by row, so that the gather overlaps with nothing. It accepts any other order. A rotation
+    preserves the neighbors in a torus, and the neighbors along other axes.
+    """
+    axes = [
+        AXES.index(axis) for axis in (FSDP, EXPERT, CONTEXT) if grid.shape[AXES.index(axis)] > 1
+    ]
+    first = grid.flat[0]
+    if not axes or getattr(first, "device_kind", "") not in _WITH_SPARSE_CORES:
+        return grid
+    group = grid[tuple(slice(None) if n in axes else 0 for n in range(grid.ndim))].flat
+    coords = [(getattr(device, "slice_index", 0), *device.coords) for device in group]
+    varying = [len(set(places)) > 1 for places in zip(*coords, strict=True)]
+    return np.roll(grid, -1, axes[0]) if not varying[0] and sum(varying) > 1 else grid
 
 
 def mesh_device_kind() -> str:

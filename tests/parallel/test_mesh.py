@@ -17,6 +17,7 @@ from maxpipe.parallel.mesh import (
     AXES,
     BATCH_AXES,
     MANUAL_AXES,
+    _rotate_planes,
     build_mesh,
     describe_mesh,
     partition_devices,
@@ -181,6 +182,36 @@ def test_dcn_is_major_dimension_of_mesh_axis(devices: list[Any]) -> None:
     # Four slices of two devices, on dcn_stage = 2 and dcn_data = 2.
     mixed = ids(MeshConfig(dcn_stage=2, dcn_data=2, ici_tensor=2))
     np.testing.assert_array_equal(mixed, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+
+
+@dataclass(frozen=True)
+class FakeTpu:
+    """Device attributes that determine the order of TPUs in a mesh."""
+
+    coords: tuple[int, int, int]
+    device_kind: str = "TPU v5"
+
+
+@pytest.mark.parametrize(
+    ("shape", "rotated"),
+    [
+        ((4, 1, 16, 1, 1, 1), 2),  # a plane on one axis
+        ((4, 1, 4, 4, 1, 1), 2),  # or on two
+        ((4, 1, 1, 4, 4, 1), 3),
+        ((4, 4, 4, 1, 1, 1), None),  # a line
+        ((1, 64, 1, 1, 1, 1), None),  # no sharded weights
+    ],
+)
+def test_groups_that_gather_weights_are_rotated(
+    shape: tuple[int, ...], rotated: int | None
+) -> None:
+    grid = np.empty(64, object)
+    grid[:] = [FakeTpu(coords) for coords in np.ndindex(4, 4, 4)]
+    grid = grid.reshape(shape)
+    wanted = grid if rotated is None else np.roll(grid, -1, rotated)
+    assert (_rotate_planes(grid) == wanted).all()
+    on_cpu = np.vectorize(lambda device: FakeTpu(device.coords, "cpu"))(grid)
+    assert (_rotate_planes(on_cpu) == on_cpu).all()
 
 
 def test_last_mesh_axis_has_adjacent_device_ids(devices: list[Any]) -> None:

@@ -29,8 +29,9 @@ from maxpipe.step.build import build_steps
 
 MICROBATCHES, WIDTH, FSDP = 6, 256, 4
 given, mesh, TOKENS = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+TOPOLOGY = sys.argv[4]
 sizes = MeshConfig(**mesh)
-devices = topologies.get_topology_desc("v5p:2x2x2", platform="tpu").devices
+devices = topologies.get_topology_desc(TOPOLOGY, platform="tpu").devices
 steps = build_steps(
     build_mesh(sizes, devices),
     model=ModelConfig(
@@ -148,9 +149,11 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-def compiled(mesh: dict[str, Any], tokens: int = 256, **pipeline: Any) -> dict[str, Any]:
-    """Return a profile of a train step compiled for eight TPUs."""
-    return run(PROGRAM, json.dumps(pipeline), json.dumps(mesh), str(tokens))
+def compiled(
+    mesh: dict[str, Any], tokens: int = 256, topology: str = "v5p:2x2x2", **pipeline: Any
+) -> dict[str, Any]:
+    """Return a profile of a train step compiled for absent TPUs."""
+    return run(PROGRAM, json.dumps(pipeline), json.dumps(mesh), str(tokens), topology)
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +171,18 @@ def test_stage_messages_overlap_with_layers(by_iteration: dict[str, Any]) -> Non
     ]
     assert len(sends) == 2  # outputs of forward and backward passes
     assert all(is_async and cycles > 0 for is_async, cycles in sends), sends
+
+
+def test_gathers_over_a_plane_are_asynchronous() -> None:
+    """XLA does not run gathers on sparse cores for devices in row order. See `_rotate_planes`."""
+    mesh = {"ici_stage": 4, "ici_fsdp": 16}
+    found = compiled(mesh, topology="v5p:4x4x4", weight_gather="iteration")
+    gathers = [
+        is_async
+        for kind, region, is_async, *_ in found["collectives"]
+        if kind == "all-gather" and region in ("forward", "backward")
+    ]
+    assert gathers and all(gathers)
 
 
 def test_attention_kernels_have_flop_counts(by_iteration: dict[str, Any]) -> None:
