@@ -89,6 +89,7 @@ def _compare_backend(
     """Yield the deviation for each number of documents per sequence, with the largest window."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
+    shared_dims = part.rope_size if isinstance(part, LatentAttention) else 0
     shapes = (heads, part.head_dim), (groups, part.head_dim), (groups, values), (heads, values)
     drawn = [random.standard_normal((1, tokens, *shape)) for shape in shapes]
     sinks = random.standard_normal(heads) if "sinks" in part.options else None
@@ -98,6 +99,8 @@ def _compare_backend(
         attend: AttentionBackend, given: Any, cotangent: Array, window: Array, segments: Array
     ) -> list[Array]:
         def mixed(query: Array, key: Array, value: Array, sinks: Array | None) -> Array:
+            if shared_dims:
+                key = key.at[..., -shared_dims:].set(key[:, :, :1, -shared_dims:])
             mask = Mask(
                 segments,
                 window=window if windows else 0,
@@ -105,6 +108,7 @@ def _compare_backend(
                 scale=part.scale,
                 soft_cap=getattr(part, "soft_cap", 0.0),
                 sinks=sinks,
+                shared_dims=shared_dims,
             )
             return attend(query, key, value, mask)
 

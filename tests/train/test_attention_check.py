@@ -16,6 +16,7 @@ from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
 from maxpipe.nn.attention import BACKENDS, blockwise, cudnn
+from maxpipe.nn.attention.interface import Mask
 from maxpipe.train import attention_check
 from maxpipe.train.kernel_check import KernelDeviation
 from tests.cases import MODEL
@@ -46,6 +47,22 @@ def check_description(model: Model, dtype: str, tokens: int) -> str:
 
 def model_of(backend: str, **changes: Any) -> Model:
     return describe(replace(MODEL, **changes, attention=backend))
+
+
+def test_latent_attention_is_checked_with_shared_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like the kernels for TPUs, this backend reads the shared dims of one head only."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask) -> jax.Array:
+        shared = mask.shared_dims
+        assert shared == LATENT.qk_rope_head_dim
+        own = key[..., :-shared]
+        first = jnp.broadcast_to(key[:, :, :1, -shared:], (*own.shape[:3], shared))
+        return blockwise.attend(query, jnp.concatenate([own, first], -1), value, mask)
+
+    backends = {**BACKENDS, "blockwise": attend}
+    monkeypatch.setattr(attention_check, "BACKENDS", backends)
+    found = check_attention(model_of("blockwise", **FAMILIES[-1]), "float32", TOKENS)
+    assert found is not None and found.ok, found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
