@@ -140,7 +140,7 @@ ROWS = (
     Row(
         "DeepSeek-V3",
         "deepseek-v3 train.sequence_length=4096 train.batch_size=8192 model.mtp_heads=0 "
-        "model.deepseek.all_to_all_capacity_factor=1.5",
+        "model.deepseek.all_to_all_capacity_factor=1.5 model.deepseek.all_to_all_chunks=4",
         "v5p:8x8x8",
         f"{NO_SHARDED_TOKENS} mesh.ici_stage=8 mesh.ici_expert=64 pipeline.repeats=4 "
         "pipeline.microbatches=128 pipeline.weight_gather=iteration "
@@ -351,7 +351,8 @@ compilation uses minutes of CPU time. They were chosen by predicting the layouts
   bandwidth.
 - The compiler has no estimate for custom kernels (splash attention, grouped matmuls of experts).
   They are counted at the rates that follow from their instruction schedules:
-  [kernel_schedules](kernel_schedules.md) and [experts](experts.md).
+  [kernel_schedules](kernel_schedules.md) and [experts](experts.md). Gathers of rows and some
+  changes of the memory layout have no estimate either, and are counted at the memory bandwidth.
 - Model FLOPs count the causal half of the query-key pairs, 6 FLOPs per active parameter and token,
   and no recomputation. "all pairs counted" is the same figure with all query-key pairs, as some
   publications count them.
@@ -361,7 +362,8 @@ compilation uses minutes of CPU time. They were chosen by predicting the layouts
 
 The GPU compiler has no time estimates, so the MFU of GPUs is a prediction. The other columns of
 that table were compiled at an earlier revision. A batch has 8M tokens (8B on v5p, Mixtral), 17M
-tokens (8B on v6e) or 2M tokens (70B). These batches are larger than those of the publications.
+tokens (8B on v6e), 34M tokens (DeepSeek-V3) or 2M tokens (70B). These batches are larger than those
+of the publications.
 
 ## Observations
 
@@ -389,14 +391,22 @@ tokens (8B on v6e) or 2M tokens (70B). These batches are larger than those of th
   limits the rows that a device receives to 1.25 times the mean.
 - With 2048 tokens, attention kernels reach 76% of the peak on v5p, less than the 87% that the table
   assumes. With 76%, the MFU of 8B and 70B would be 0.3 to 0.7 points lower.
-- DeepSeek-V3 on v5p:8x8x8 misses its goal of 40% (published: 33.2%, MaxText on 512 chips). With the
-  layout of the script and 4 chunks of tokens (`all_to_all_chunks`), its compiled MFU is 36.2%, and
-  its peak memory 69.3 GiB (one `maxpipe compile`, not in the tables). Without chunks, it was 36.7%
-  before the change of the VMEM limit. The step needs 173 Gcycles. Exposed exchanges of expert
-  tokens over 64 devices need 20.7, copies 23, and synchronous gathers of weights 9. Most copies
-  change the memory layout of queries and keys of latent attention, and of gathered weights. A stage
-  has 8 of 61 layers, which costs 4.7%. `weight_gather=window` would avoid most of the gathers and
-  their copies, but needs 105 GiB, or 88 GiB if `context` is recomputed.
+- DeepSeek-V3 on v5p:8x8x8 had 34.9% at an earlier revision, counted in the same way. Attention
+  kernels that read the RoPE dims of latent attention as separate arrays, and exchanges in tiles of
+  rows, raised it to 40.6%.
+  The order of exchanges ([decision 55](../docs/decisions/0055-exchanges-of-experts-on-tpus.md))
+  raised it to 42.5%, and gathers on sparse cores ([decision
+  31](../docs/decisions/0031-collective-overlap-on-tpus.md)) to 44.1%. In the step of 142 Gcycles,
+  exposed exchanges over 64 devices need 5.7%, copies 6.4%, and gathers of rows 5.8%. Exchanges are
+  counted with the capacity of the buffers, 1.5 times the mean. Almost half of the copies change the
+  memory layout of one weight, because its shards have 112 columns, which do not fill the lanes. A
+  stage has 8 of 61 layers, which costs 4.7%. Attention kernels reach 80% of the peak in this model,
+  less than the 87% that the table assumes. With 80%, the MFU would be 0.3 points lower.
+  `weight_gather=window` needs 105 GiB, or 88 GiB if `context` is recomputed (compiled at an earlier
+  revision).
+- A pipeline on v6e copies messages between stages through a buffer, which needs 2.6% of the cycles
+  of 8B. Saving `up` instead of recomputing it lowers the MFU to 48.2%: XLA then computes the
+  activation function in a separate pass (one compilation, not in the tables).
 - Fused kernels for the loss head, rotary embeddings and norms would gain little. Outside of its
   matmuls, the head needs 0.2 to 1.0% of the cycles on v5p and 3.0% on v6e, half of them for the
   sums over stages, which a kernel does not save. Rotary embeddings and norms need 2 to 3.4% on v5p
