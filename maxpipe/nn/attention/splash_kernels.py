@@ -461,28 +461,21 @@ def _backward_span(
         is_last = at.flags[sequence * len(pairs.query) + p] & _QUERY_LAST != 0
         return sequence, part * group + jnp.where(is_last, g, 0), at.completed[p], 0
 
-    def row(width: int, place: Any = None) -> pl.BlockSpec:
-        block = (None, None, sizes.queries, width)
-        return (
-            pl.BlockSpec(block, place) if place else spec(block, lambda b, r, n, i, j: (b, n, i, 0))
-        )
+    queries_of = lambda width: (None, None, sizes.queries, width)  # noqa: E731
 
-    def column(array: Array) -> pl.BlockSpec:
-        fewer = parts * (key_heads // array.shape[1])
-        return spec(
-            (None, None, sizes.keys, array.shape[3]),
-            lambda b, r, n, i, j: (b, _divmod(r, fewer)[0], j, 0),
-        )
+    def row(width: int) -> pl.BlockSpec:
+        return spec(queries_of(width), lambda b, r, n, i, j: (b, n, i, 0))
 
-    def summed(width: int) -> pl.BlockSpec:
-        return spec((None, None, sizes.keys, width), lambda b, r, n, i, j: (b, r, j, 0))
+    def column(width: int, shared: int = 1) -> pl.BlockSpec:
+        head = lambda r: _divmod(r, shared)[0] if shared > 1 else r  # noqa: E731
+        return spec((None, None, sizes.keys, width), lambda b, r, n, i, j: (b, head(r), j, 0))
 
+    rows = key_heads * parts
     per_query = spec((None, None, 1, sizes.queries), lambda b, r, n, i, j: (b, n, 0, i))
     dtype = jnp.float32 if parts > 1 or sums_spans else value.dtype
     like = jax.typeof(value).update(dtype=dtype)
     of_keys = [*widths, value.shape[3]]
     outs = [jax.typeof(each) for each in queries]
-    rows = key_heads * parts
     outs += [like.update(shape=(batch, rows, value.shape[2], width)) for width in of_keys]
     results = pl.pallas_call(
         partial(_backward_kernel, function, sizes, rows, len(pairs.query), len(widths)),
@@ -491,14 +484,17 @@ def _backward_span(
             num_scalar_prefetch=len(pairs),
             in_specs=[
                 *map(row, widths),
-                *map(column, (*keys, value)),
+                *(column(each.shape[3], rows // each.shape[1]) for each in (*keys, value)),
                 row(value.shape[3]),
                 per_query,
                 per_query,
                 spec((None, 1, sizes.queries), lambda b, r, n, i, j: (b, 0, i)),
                 spec((None, 1, sizes.keys), lambda b, r, n, i, j: (b, 0, j)),
             ],
-            out_specs=[*(row(width, completed) for width in widths), *map(summed, of_keys)],
+            out_specs=[
+                *(pl.BlockSpec(queries_of(width), completed) for width in widths),
+                *map(column, of_keys),
+            ],
             grid=(batch * rows, count, group),
             scratch_shapes=[
                 tpu.VMEM((group, sum(widths), tokens), jnp.float32),
