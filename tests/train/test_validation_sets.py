@@ -118,14 +118,10 @@ def test_overlap_of_validation_and_training_data_is_reported(
     keys = ["data.validation.mine.source=text", f"data.validation.mine.path={copied}"]
     keys += ["data.validation_fraction=0", "train.steps=1", f"run.dir={tmp_path}"]
     output = run("train", tiny, *keys, "data.validation_overlap=stop", code=2)
-    assert (
-        "data.validation.mine has 3 of 3 documents that also occur in the training data"
-        in " ".join(output.split())
-    )
+    rule = "has 3 of 3 documents that also occur in the training data"
+    assert f"data.validation.mine [MP-DATA-009] {rule}" in " ".join(output.split())
     assert str(copied) in output and "Traceback" not in output
     output = run("train", tiny, *keys)
-    assert (
-        "data.validation.mine: has 3 of 3 documents that also occur in the training data" in output
-    )
+    assert f"data.validation.mine: {rule}" in output
     output = run("train", tiny, *keys, "run.name=other", "data.validation_overlap=ignore")
     assert "in the training data" not in output
