@@ -67,10 +67,14 @@ def test_tracker_of_a_plugin_receives_a_run(
 def test_killed_run_resumes_its_tracker_run(
     tiny: Path, run: Run, start: Start, tmp_path: Path, server: Server, arguments: list[str]
 ):
+    arguments = [*arguments, "train.steps=96"]
     killed = start("train", tiny, *arguments)
-    wait_for(killed, "step 9/24")
+    wait_for(killed, "step 9/96")
+    deadline = time.monotonic() + 60
+    while not server.contents("open") and time.monotonic() < deadline:
+        time.sleep(0.01)  # the process of the client starts in parallel with the run
     killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    assert killed.wait() == -signal.SIGKILL
     assert killed.stdout is not None
     killed.stdout.close()
     run("train", tiny, *arguments)
