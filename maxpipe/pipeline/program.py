@@ -61,7 +61,7 @@ from maxpipe.pipeline.weights import (
     sum_gradient,
     zero1_shard,
 )
-from maxpipe.schedule.table import Schedule
+from maxpipe.schedule.table import DISCARD, Schedule
 
 Tree = Any
 
@@ -320,9 +320,9 @@ class StepProgram:
             travelling |= self._send({"F": output})
         sent = {"F": output}
         if trains:
-            carry = self._loss_and_grad(carry, row, output)
             if not delayed:
                 carry = self._receive(carry, row, travelling, "B")
+            carry = self._loss_and_grad(carry, row, output)
             sent["B"], carry = self._backward_slot(carry, row)
             carry = self._embed_grad(carry, row, sent["B"])
         elif self.reader is not None:
@@ -383,8 +383,20 @@ class StepProgram:
         inbox = carry.inbox
         for number, message in messages.items():
             if self.schedule.arrivals[number].port in ports:
-                inbox = write_slot(inbox, row.arrivals[number], message)
+                inbox = self._store_message(inbox, row, number, message)
         return carry._replace(inbox=inbox)
+
+    def _store_message(
+        self, inbox: jax.Array, row: TickRow, number: int, message: jax.Array
+    ) -> jax.Array:
+        """Write a message to its inbox slot, unless this stage discards it in this tick. `number`
+        is the index in `schedule.arrivals`.
+        """
+        slot = row.arrivals[number]
+        if self.schedule.arrivals[number].discards:
+            stored, slot = slot != DISCARD, jnp.maximum(slot, 0)
+            message = jnp.where(stored, message, read_slot(inbox, slot))
+        return write_slot(inbox, slot, message)
 
     # Slots.
 
@@ -509,8 +521,9 @@ class StepProgram:
         """Add the loss of the microbatch that leaves the pipeline, and write the loss cotangent to
         the inbox.
         """
-        ports = [arrival.port for arrival in self.schedule.arrivals]
-        return self.loss_slot.loss_and_grad(carry, row, output, row.arrivals[ports.index("loss")])
+        number = [arrival.port for arrival in self.schedule.arrivals].index("loss")
+        store = lambda inbox, cotangent: self._store_message(inbox, row, number, cotangent)  # noqa: E731
+        return self.loss_slot.loss_and_grad(carry, row, output, store)
 
     # The full step.
 

@@ -313,10 +313,15 @@ class LossSlot:
         return jax.tree.map(lambda leaf: empty_slots(num_microbatches, leaf), outputs)
 
     def loss_and_grad(
-        self, carry: Buffers, row: TickRow, output: jax.Array, slot: jax.Array
+        self,
+        carry: Buffers,
+        row: TickRow,
+        output: jax.Array,
+        store: Callable[[jax.Array, jax.Array], jax.Array],
     ) -> Buffers:
-        """Add the loss and gradients of the microbatch that leaves the pipeline, and write the loss
-        cotangent to a slot of the inbox.
+        """Add the loss and gradients of the microbatch that leaves the pipeline.
+
+        `store(inbox, cotangent)` returns the inbox with the loss cotangent.
         """
         gradients, scale = carry.gradients, self.scale
         assert gradients is not None and scale is not None
@@ -342,7 +347,7 @@ class LossSlot:
             head = self.head_weights.accumulate(head, 0, new.head)
             # Writing the cotangent here instead of returning it saves two passes over an
             # activation in the ticks without a loss.
-            inbox = write_slot(inbox, slot, new.output)
+            inbox = store(inbox, new.output)
             return inbox, loss + new.sums, norm, head, totals
 
         state = (carry.inbox, carry.loss, gradients.final_norm, gradients.head, totals)

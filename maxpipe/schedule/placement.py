@@ -20,6 +20,7 @@ import numpy as np
 
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.schedule.table import (
+    DISCARD,
     IDLE,
     Action,
     ActionKind,
@@ -201,8 +202,21 @@ def _colour(intervals: Iterable[_Interval]) -> int:
     return used
 
 
+def _discard_during(used: list[_Interval], unread: list[_Interval]) -> None:
+    """Assign `DISCARD` to messages that would be written to a slot while the slot is in use. The
+    `used` intervals do not overlap.
+    """
+    spans = np.array(sorted(interval[:2] for interval in used)).reshape(-1, 2)
+    starts, ends = spans.T
+    for interval in unread:
+        last = np.searchsorted(starts, interval.start, side="right") - 1
+        if last >= 0 and interval.start <= ends[last]:
+            for column, cell in interval.cells:
+                column[cell] = DISCARD
+
+
 # Phases of a tick, in the order in which the engine accesses buffers.
-_LOSS_MIXED, _FORWARD, _LOSS, _EARLY, _BACKWARD, _WEIGHT, _END = range(7)
+_LOSS_MIXED, _FORWARD, _EARLY, _LOSS, _BACKWARD, _WEIGHT, _END = range(7)
 _PHASES_PER_TICK = 8
 
 
@@ -264,8 +278,13 @@ class _BufferAllocator:
 
         In every tick, the engine writes one message for each direction. A message that is never
         read has a lifetime of one phase, so it is written to a slot that is free during that phase.
+        Only the last stage stores loss cotangents. If one slot is sufficient for the messages that
+        are read, the inbox has only this slot, and other messages are discarded while the slot is
+        in use. XLA then needs no copies to and from the inbox, which were 2% of the cycles of an 8B
+        model on v6e.
         """
         ways = self._directions()
+        stages = range(self.ring.num_stages)
         shape = (self.num_ticks, self.ring.num_stages)
         columns = {way: np.zeros(shape, np.int32) for way in ways}
         ends = {way: np.full(shape, -1) for way in ways}
@@ -274,15 +293,27 @@ class _BufferAllocator:
             moment = _FORWARD if kind == "F" else _BACKWARD
             ends[way][arrival] = _PHASES_PER_TICK * reader[0] + moment
             readers[way, arrival] = [(self.slots["F" if kind == "F" else "I"].inbox, reader)]
-        intervals: dict[int, list[_Interval]] = {stage: [] for stage in range(self.ring.num_stages)}
+        read: dict[int, list[_Interval]] = {stage: [] for stage in stages}
+        unread: dict[int, list[_Interval]] = {stage: [] for stage in stages}
         for way, column in columns.items():
             for cell in np.ndindex(shape):
                 start = _PHASES_PER_TICK * cell[0] + self._arrival_phase(way)
                 end = max(start, int(ends[way][cell]))
                 cells = [(column, cell), *readers.get((way, cell), [])]
-                intervals[cell[1]].append(_Interval(start, end, cells))
+                if (way, cell) in readers:
+                    read[cell[1]].append(_Interval(start, end, cells))
+                elif way[0] == "loss":
+                    column[cell] = DISCARD
+                else:
+                    unread[cell[1]].append(_Interval(start, end, cells))
+        num_slots = self._per_stage(read)
+        if num_slots == 1:
+            for stage in stages:
+                _discard_during(read[stage], unread[stage])
+        else:
+            num_slots = self._per_stage({stage: read[stage] + unread[stage] for stage in stages})
         arrivals = tuple(Arrival(*way, column) for way, column in columns.items())  # type: ignore[arg-type]
-        return arrivals, self._per_stage(intervals)
+        return arrivals, num_slots
 
     def _port(self, kind: str) -> str:
         return "X" if self.mixed else "F" if kind == "F" else "B"

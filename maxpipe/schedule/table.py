@@ -30,6 +30,8 @@ import numpy as np
 from maxpipe.io.formatting import pluralize
 
 IDLE = -1
+DISCARD = -1
+"""Inbox slot of a message that is not stored."""
 
 ActionKind = Literal["F", "B", "I", "W"]
 """F: forward; B: full backward; I: input gradients; W: weight gradients."""
@@ -145,7 +147,7 @@ class Arrival:
     """Messages from one direction, written to inbox slots.
 
     The inbox is written in every tick. If no message arrives, `slot` is an inbox slot that is free
-    at that time.
+    at that time, or `DISCARD`.
     """
 
     port: Literal["F", "B", "X", "loss"]
@@ -153,7 +155,12 @@ class Arrival:
     direction: int
     """Direction on the ring: +1, -1, or 0 for a message from a stage to itself."""
     slot: np.ndarray
-    """`[K, P]`: inbox slot in which each stage stores the message."""
+    """`[K, P]`: inbox slot in which each stage stores the message, or `DISCARD`."""
+
+    @property
+    def discards(self) -> bool:
+        """Return whether a stage discards a message in any tick."""
+        return bool((self.slot == DISCARD).any())
 
 
 @dataclass(frozen=True, slots=True)

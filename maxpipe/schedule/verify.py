@@ -14,7 +14,7 @@ import numpy as np
 
 from maxpipe.errors import Code, MaxpipeError
 from maxpipe.schedule import draw
-from maxpipe.schedule.table import IDLE, ActionKind, Schedule, SlotColumns
+from maxpipe.schedule.table import DISCARD, IDLE, ActionKind, Schedule, SlotColumns
 
 IDLE_TOLERANCE = 1e-3
 """Largest allowed difference between a schedule's idle fraction and its closed form."""
@@ -65,7 +65,7 @@ def _check_columns(schedule: Schedule) -> None:
             _check_range(schedule, kind, column, getattr(slots, column), low, high)
     for arrival in schedule.arrivals:
         kind = "F" if arrival.port == "F" else schedule.kinds[-1][0]
-        _check_range(schedule, kind, "arrival", arrival.slot, 0, schedule.num_inbox)
+        _check_range(schedule, kind, "arrival", arrival.slot, DISCARD, schedule.num_inbox)
 
 
 def _check_range(
@@ -214,9 +214,9 @@ class _Simulation:
         schedule = self.schedule
         stages = range(schedule.num_stages)
         sent = {"F": [self._forward(tick, stage) for stage in stages]}
-        self._deliver(tick, {}, {"loss": self._loss(tick)})
         if not schedule.delayed:
             self._deliver(tick, {"B": before["B"]}, {})
+        self._deliver(tick, {}, {"loss": self._loss(tick)})
         sent["B"] = [self._backward(tick, stage, "B") for stage in stages]
         self._deliver(tick, before if schedule.delayed else {"F": sent["F"]}, sent)
         return sent
@@ -243,14 +243,15 @@ class _Simulation:
             writes: list[tuple[bool, int, str, str]] = []
             for port, step, slots in self.arrivals:
                 row = (travelling if step else staying).get(port)
-                if row is not None:
+                if row is not None and slots[tick][stage] != DISCARD:
                     message = row[(stage - step) % schedule.num_stages]
                     writes.append(
                         (message.direction != step, slots[tick][stage], message.value, port)
                     )
             if not writes:
                 continue
-            self._count("inbox", len(self.unread[stage]) + len(writes), tick, stage)
+            used = self.unread[stage] | {slot for _, slot, _, _ in writes}
+            self._count("inbox", len(used), tick, stage)
             # Process expected messages first, so that an unexpected message in the same slot is
             # detected.
             for unwanted, slot, value, port in sorted(writes):

@@ -76,9 +76,7 @@ def test_summary_states_ticks_idle_time_and_buffers() -> None:
     schedule = make_schedule("interleaved", stages=4, repeats=2, microbatches=8)
     first, second = draw.summary(schedule).splitlines()
     assert first == "interleaved: 4 stages x 2 repeats, 8 microbatches in groups of 4"
-    assert second == (
-        "26 ticks, idle 15.8%, at most 11 saved chunks on a stage, 2 messages waiting"
-    )
+    assert second == ("26 ticks, idle 15.8%, at most 11 saved chunks on a stage, 1 message waiting")
     split = make_schedule("zb_v", stages=4, repeats=2, microbatches=8)
     assert draw.summary(split, Costs(1.0, 1.0, 1.5)).splitlines() == [
         "zb_v: 4 stages x 2 repeats in a V, 8 microbatches in groups of 8",
@@ -133,7 +131,7 @@ def test_comparison_table_has_line_for_each_schedule(golden: Golden) -> None:
     rows = {line.split()[0]: line.split() for line in table.splitlines()[3 : 3 + len(schedules)]}
     assert list(rows) == list(SCHEDULES)
     # With 3 chunks per stage, 15 saved chunks are 5 times the layers of a stage.
-    assert rows["interleaved"][1:-1] == ["3", "38", "11.1%", "11.1%", "15", "0", "5", "2", "48"]
+    assert rows["interleaved"][1:-1] == ["3", "38", "11.1%", "11.1%", "15", "0", "5", "1", "48"]
     assert "at 1:1:1.5" in table
     assert "at 1:1:1.5" not in draw.comparison_table(schedules, Costs())
 

@@ -48,8 +48,8 @@ def check_closed_forms(schedule: Schedule, group: int) -> None:
         assert depth == min(work, (repeats - 1) * group + 2 * (stages - 1 - stage) + 1)
     assert schedule.num_stash == schedule.stash_depth().max()
     if stages > 1:
-        # Messages wait only from last to first stage. One per direction arrives in each tick.
-        assert schedule.num_inbox == max(2, group - stages + 1 if repeats > 1 else 1)
+        # Messages wait only from last to first stage.
+        assert schedule.num_inbox == (group - stages + 1 if repeats > 1 else 1)
     assert schedule.num_deferred == 1 and not schedule.weight.active.any()
     assert schedule.idle_fraction() == pytest.approx((stages - 1) / (work + stages - 1), rel=1e-12)
 

@@ -16,7 +16,16 @@ import pytest
 
 from maxpipe.schedule.catalog import SCHEDULES, make_forward_schedule, make_schedule
 from maxpipe.schedule.placement import place_orders
-from maxpipe.schedule.table import IDLE, Action, ActionKind, Orders, Ring, Schedule, SlotColumns
+from maxpipe.schedule.table import (
+    DISCARD,
+    IDLE,
+    Action,
+    ActionKind,
+    Orders,
+    Ring,
+    Schedule,
+    SlotColumns,
+)
 from maxpipe.schedule.verify import ScheduleError, verify
 
 NUM_VALID = 1000
@@ -377,12 +386,22 @@ def other_inbox(schedule: Schedule, rng: Random) -> Schedule | None:
 def lost_message(schedule: Schedule, rng: Random) -> Schedule | None:
     """A message that is read later is stored in another slot."""
     found = list(messages(schedule))
-    if schedule.num_inbox < 2 or not found:
+    if not found:
         return None
     message = rng.choice(found)
     slot = other_index(rng, schedule.num_inbox, message.slot)
-    assert slot is not None
+    slot = DISCARD if slot is None else slot
     return with_arrival_slot(schedule, message.way, message.written, slot)
+
+
+@corruption
+def discarded_message(schedule: Schedule, rng: Random) -> Schedule | None:
+    """A message that is read later is not stored."""
+    found = list(messages(schedule))
+    if not found:
+        return None
+    message = rng.choice(found)
+    return with_arrival_slot(schedule, message.way, message.written, DISCARD)
 
 
 @corruption
@@ -483,7 +502,7 @@ def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
         "gradient": (0, max(1, visits.num_gradient_slots)),
     }
     column = rng.choice([*bounds, "arrival"])
-    low, high = bounds.get(column, (0, schedule.num_inbox))
+    low, high = bounds.get(column, (DISCARD, schedule.num_inbox))
     value = rng.choice([low - 1, high])
     if column != "arrival":
         return with_cells(schedule, kind, column, {cell: value})
