@@ -7,6 +7,7 @@ are never guessed.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -23,6 +24,11 @@ from maxpipe.io import files
 from maxpipe.io.typed_json import check_type
 
 MIB, GIB = 2**20, 2**30
+USABLE_MEMORY_FRACTION = 0.92
+"""Maximum fraction of device memory that a plan may be predicted to use and still be reported to
+fit. The remainder is reserved for the program, allocator fragmentation and forecast errors."""
+_ALLOCATOR_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables for the fraction of GPU memory that jax allocates."""
 _MAX_BYTES = 1 << 20
 
 
@@ -324,6 +330,17 @@ def hardware_of_device(device_kind: str) -> Hardware | None:
         if re.fullmatch(each.device_kind, device_kind, re.IGNORECASE):
             return each
     return None
+
+
+def allocate_usable_gpu_memory() -> None:
+    """Let jax allocate the usable fraction of a GPU's memory, unless the environment sets another
+    fraction. Must be called before jax opens the devices.
+
+    jax would allocate 75%. A layout that fits according to `maxpipe plan` would then fail, or XLA
+    would execute its collectives synchronously to save memory.
+    """
+    if not any(map(os.environ.get, _ALLOCATOR_FRACTIONS)):
+        os.environ[_ALLOCATOR_FRACTIONS[0]] = str(USABLE_MEMORY_FRACTION)
 
 
 def peak_flops(device_kind: str) -> float | None:

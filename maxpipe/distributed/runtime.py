@@ -30,6 +30,7 @@ from maxpipe.distributed.coordinator import JoinFailure, Timeouts, free_port
 from maxpipe.distributed.phases import Phases
 from maxpipe.distributed.protocol import own_addresses
 from maxpipe.errors import Code, ConfigError, MaxpipeError, Problem, UnreachableError
+from maxpipe.hardware import allocate_usable_gpu_memory
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, has_home
 
@@ -118,6 +119,7 @@ def _prepare(config: RuntimeConfig, cpu_devices: int, *, keep_devices: bool = Fa
     # Suppress warnings from XLA's C++ code, which are intended for XLA developers.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _remove_log_printers()
+    allocate_usable_gpu_memory()
     if config.platform != "auto":
         jax.config.update("jax_platforms", config.platform)
     try:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from maxpipe.hardware import GIB
+from maxpipe.hardware import GIB, USABLE_MEMORY_FRACTION
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.spec import Param
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, state_arrays
@@ -101,11 +101,6 @@ TERMS: dict[str, Term] = {
     ),
     "batch": Term("token IDs of a step", "a smaller train.batch_size"),
 }
-
-
-USABLE_MEMORY_FRACTION = 0.92
-"""Maximum fraction of device memory that a plan may be predicted to use and still be reported to
-fit. The remainder is reserved for the program, allocator fragmentation and forecast errors."""
 
 
 def verdict(predicted: float, memory: float) -> str:

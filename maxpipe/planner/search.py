@@ -35,12 +35,11 @@ from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig, parse_setting
 from maxpipe.config.schema import KEYS, Config, default_of
 from maxpipe.errors import Code, ConfigError
-from maxpipe.hardware import Hardware
+from maxpipe.hardware import USABLE_MEMORY_FRACTION, Hardware
 from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.planner.cost import Cost, predict_cost
 from maxpipe.planner.memory import Memory, predict_memory
-from maxpipe.planner.memory_terms import USABLE_MEMORY_FRACTION
 from maxpipe.planner.search_space import (
     TOKEN_SPLIT_KEYS,
     MeshLayouts,

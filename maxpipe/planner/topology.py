@@ -30,7 +30,13 @@ from maxpipe.config.schema import Config
 from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.config.sections.train import OBJECTIVES
 from maxpipe.errors import Code, ConfigError
-from maxpipe.hardware import Hardware, hardware_of_device, known_hardware
+from maxpipe.hardware import (
+    USABLE_MEMORY_FRACTION,
+    Hardware,
+    allocate_usable_gpu_memory,
+    hardware_of_device,
+    known_hardware,
+)
 from maxpipe.io.files import gpus
 from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import infer_axis_sizes
@@ -49,6 +55,8 @@ CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 INSTALL = "pip install 'maxpipe[gpu-aot]'"
 _CUDA, _CUDNN = (12, 8), (9, 10)
 """CUDA and cuDNN versions that runs are assumed to use."""
+_COUNTED_FRACTION = 0.8
+"""Fraction of a GPU's memory that XLA assumes to be usable if the GPU is not present."""
 _KIB = 1024
 _PER_BLOCK = 48 * _KIB
 
@@ -108,7 +116,9 @@ def target_config(hardware: Hardware) -> str:
         "memory_bandwidth": round(hardware.memory_gb_per_second * 1e9),
         "l2_cache_size": card.l2_bytes,
         "clock_rate_ghz": card.clock_ghz,
-        "device_memory_size": round(hardware.memory_bytes),
+        "device_memory_size": round(
+            hardware.memory_bytes * USABLE_MEMORY_FRACTION / _COUNTED_FRACTION
+        ),
         "cuda_compute_capability": capability,
         "registers_per_core_limit": 2**16,
         "registers_per_block_limit": 2**16,
@@ -475,6 +485,7 @@ def _local_gpus(topology: Topology) -> Sequence[Any]:
 
     if not gpus():
         return ()
+    allocate_usable_gpu_memory()
     jax.config.update("jax_platforms", "cuda")
     try:
         present = jax.devices()

@@ -19,15 +19,10 @@ import jax
 
 from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError
-from maxpipe.hardware import hardware_of_device
+from maxpipe.hardware import USABLE_MEMORY_FRACTION, hardware_of_device
 from maxpipe.planner.instruction_costs import align_columns
 from maxpipe.planner.memory import Memory, predict_memory
-from maxpipe.planner.memory_terms import (
-    USABLE_MEMORY_FRACTION,
-    describe_largest,
-    gib,
-    is_out_of_device_memory,
-)
+from maxpipe.planner.memory_terms import describe_largest, gib, is_out_of_device_memory
 from maxpipe.planner.sizes import Sizes, build_schedule
 
 CERTAIN_FACTOR = 1.2
@@ -121,7 +116,8 @@ def device_memory(device: Any) -> float | None:
         return None if left is None else left / len(jax.local_devices())
     stats = device.memory_stats() or {}
     if limit := stats.get("bytes_limit"):
-        return float(limit)
+        # The limit of the GPU allocator does not include the reserved memory.
+        return limit / USABLE_MEMORY_FRACTION if device.platform == "gpu" else float(limit)
     known = hardware_of_device(device.device_kind)
     return known and known.memory_bytes
 

@@ -106,6 +106,24 @@ def test_start_creates_virtual_devices_without_output(tmp_path: Path):
     assert not (tmp_path / "new").exists()  # several devices: no cache
 
 
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, 0.92),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, 0.5),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}, 0.4),
+    ],
+)
+def test_gpu_allocator_uses_fraction_of_plans(variables: dict[str, str], wanted: float):
+    options = "xla_client.generate_pjrt_gpu_plugin_options()['memory_fraction']"
+    then = f"from jaxlib import xla_client; print({options})"
+    ran = python(
+        f"import os; os.environ |= {variables}\n"
+        + started("platform='cpu', compilation_cache=''", then=then)
+    )
+    assert (ran.returncode, float(ran.stdout)) == (0, wanted), ran.stderr
+
+
 def test_single_device_uses_compilation_cache(tmp_path: Path):
     config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
     ran = python(started(config, 1))
