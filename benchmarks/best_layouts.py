@@ -1,27 +1,26 @@
 """List the layouts with the highest MFU that `maxpipe plan --search --objective=mfu` finds.
 
     python benchmarks/best_layouts.py                      # prints the page
-    python benchmarks/best_layouts.py --write              # and writes best_layouts.md
+    python benchmarks/best_layouts.py --write              # and writes best_layouts.{md,json}
     python benchmarks/best_layouts.py --rows v6e Mixtral   # runs only rows that match a text
 
 No accelerator is used. Each row is one run of the command on the page, in a separate process. Rows
 on TPUs require libtpu (`pip install '.[tpu]'`), and rows on GPUs require `pip install
-'.[gpu-aot]'`. Rows for a compiler that is not installed are read from `--cache`, or omitted if the
-cache does not contain them. The cache contains the output of each row, and the reports of all
-compiled layouts, which `--reports` reuses.
+'.[gpu-aot]'`. Rows whose compiler is not installed, or that `--rows` excludes, keep their figures
+in `best_layouts.json`. `--cache` contains the reports of all compiled layouts, which `--reports`
+reuses.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.metadata
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from maxpipe.models.registry import describe
 from maxpipe.planner.compile import CompileReport
 from maxpipe.planner.instruction_costs import ProfileLine
 
+RESULTS = Path(__file__).with_suffix(".json")
 GIB = 2**30
 EXPERTS = "experts"
 """Name of the sublayer whose kernels multiply the rows of experts."""
@@ -69,6 +69,11 @@ class Row:
     def where(self) -> str:
         """Devices as in the table."""
         return f"{self.slices} x {self.topology}" if self.slices > 1 else self.topology
+
+    @property
+    def key(self) -> str:
+        """Key of the row in the file of results."""
+        return f"{self.name} on {self.where}"
 
     @property
     def arguments(self) -> list[str]:
@@ -182,82 +187,102 @@ ROWS = (
 )
 
 
-def search_of(row: Row, cache: Path) -> dict[str, Any] | None:
-    """Return the cached output of a row, or run its command. On failure, print the reason and
-    return None.
-    """
-    key = hashlib.sha256(repr(row.arguments).encode()).hexdigest()[:24]
-    path = cache / f"{key}.json"
-    if not path.exists():
-        compiler = "libtpu" if row.hardware.is_tpu else "jax-cuda12-plugin"
-        try:
-            importlib.metadata.distribution(compiler)
-        except importlib.metadata.PackageNotFoundError:
-            print(f"skipped: {row.name} on {row.where}: needs {compiler}", file=sys.stderr)
-            return None
-        print(f"searching {row.name} on {row.where}", file=sys.stderr, flush=True)
-        command = [*row.arguments, "--reports", str(cache / "reports"), "--json"]
-        run = subprocess.run(
-            [sys.executable, "-m", "maxpipe", *command],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if run.returncode:
-            reason = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-            print(f"skipped: {row.name} on {row.where}: {reason[-1][:300]}", file=sys.stderr)
-            return None
-        path.write_text(run.stdout, encoding="utf-8")
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 @dataclass(frozen=True)
-class Best:
-    """The best layout of a row."""
+class Figures:
+    """The best layout of a row. Shares are fractions of the cycles of a step."""
 
-    row: Row
-    values: dict[str, Any]
-    """Prediction of the layout."""
-    report: CompileReport
-
-    @property
-    def mfu(self) -> float | None:
-        """MFU according to the compiler, including exposed collectives."""
-        return self.values["compiled_mfu"]
-
-    @property
-    def step_cycles(self) -> float:
-        """Cycles of a step, including exposed collectives."""
-        return sum(line.cycles for line in self.report.entries)
-
-    def cycles(self, *kinds: str, part: str | None = None) -> float:
-        """Cycles of all operations of these kinds, optionally of one sublayer."""
-        return sum(line.cycles for line in self._lines(*kinds, part=part))
-
-    def _lines(self, *kinds: str, part: str | None = None) -> list[ProfileLine]:
-        return [
-            line
-            for line in self.report.entries
-            if line.kind in kinds and (part is None or line.part == part)
-        ]
-
-    @property
-    def matmul_rate(self) -> float:
-        """Fraction of the peak that matmuls outside kernels reach."""
-        lines = self._lines("matmul")
-        return sum(line.cycles * line.of_peak for line in lines) / self.cycles("matmul")
+    layout: dict[str, Any]
+    predicted_mfu: float
+    predicted_bytes: float
+    bubble: float
+    compiled_bytes: float
+    flops_ratio: float
+    """FLOPs of all executed matmuls relative to the model FLOPs."""
+    sent_bytes: float | None = None
+    asynchronous: float | None = None
+    """Fraction of the sent bytes. None on TPUs, as `sent_bytes`."""
+    compiled_mfu: float | None = None
+    """MFU according to the compiler, including exposed collectives. This figure and the following
+    ones are None on GPUs."""
+    all_pairs_mfu: float | None = None
+    """`compiled_mfu` with all query-key pairs counted."""
+    matmuls: float | None = None
+    matmul_rate: float | None = None
+    """Fraction of the peak that matmuls outside kernels reach."""
+    attention_kernels: float | None = None
+    expert_kernels: float | None = None
+    exposed: float | None = None
+    other: float | None = None
 
 
-def best_of(row: Row, cache: Path) -> Best | None:
-    """Return the best compiled layout of a row, or None if no layout compiled and fits."""
-    found = search_of(row, cache)
-    if found is None:
+def search(row: Row, cache: Path) -> Figures | None:
+    """Run the command of a row and return the figures of its best compiled layout. On failure,
+    print the reason and return None.
+    """
+    compiler = "libtpu" if row.hardware.is_tpu else "jax-cuda12-plugin"
+    try:
+        importlib.metadata.distribution(compiler)
+    except importlib.metadata.PackageNotFoundError:
+        print(f"skipped: {row.key}: needs {compiler}", file=sys.stderr)
         return None
-    for values in found["compiled"]:
+    print(f"searching {row.key}", file=sys.stderr, flush=True)
+    command = [*row.arguments, "--reports", str(cache), "--json"]
+    run = subprocess.run(
+        [sys.executable, "-m", "maxpipe", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode:
+        reason = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+        print(f"skipped: {row.key}: {reason[-1][:300]}", file=sys.stderr)
+        return None
+    for values in json.loads(run.stdout)["compiled"]:
         if values["compiled_fits"]:
-            return Best(row, values, CompileReport.from_json(values["report"]))
-    print(f"skipped: {row.name} on {row.where}: no compiled layout fits", file=sys.stderr)
+            return figures_of(row, values, CompileReport.from_json(values["report"]))
+    print(f"skipped: {row.key}: no compiled layout fits", file=sys.stderr)
     return None
+
+
+def figures_of(row: Row, values: Mapping[str, Any], report: CompileReport) -> Figures:
+    """Return the figures of a compiled layout."""
+    mfu = values["compiled_mfu"]
+    figures: dict[str, Any]
+    if mfu is None:
+        sent = sum(each.total_bytes for each in report.collectives)
+        figures = {"sent_bytes": sent, "asynchronous": report.asynchronous_share}
+    else:
+        figures = {"compiled_mfu": mfu, "all_pairs_mfu": mfu * row.all_pairs_factor}
+        figures |= shares_of(report.entries)
+    return Figures(
+        layout=values["layout"],
+        predicted_mfu=values["mfu"],
+        predicted_bytes=values["total_bytes"],
+        bubble=values["bubble"],
+        compiled_bytes=report.total_bytes,
+        flops_ratio=report.flops / report.model_flops,
+        **figures,
+    )
+
+
+def shares_of(lines: Sequence[ProfileLine]) -> dict[str, float]:
+    """Return the shares of kinds of operations in the cycles of a step."""
+
+    def cycles(kind: str, part: str | None = None) -> float:
+        return sum(each.cycles for each in lines if each.kind == kind and part in (None, each.part))
+
+    whole = sum(each.cycles for each in lines)
+    exposed = sum(each.cycles for each in lines if each.is_exposed)
+    matmuls, kernels, experts = cycles("matmul"), cycles("kernel"), cycles("kernel", EXPERTS)
+    at_peak = sum(each.cycles * each.of_peak for each in lines if each.kind == "matmul")
+    return {
+        "matmuls": matmuls / whole,
+        "matmul_rate": at_peak / matmuls,
+        "attention_kernels": (kernels - experts) / whole,
+        "expert_kernels": experts / whole,
+        "exposed": exposed / whole,
+        "other": (whole - matmuls - kernels - exposed) / whole,
+    }
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -269,69 +294,60 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def layout_of(best: Best) -> str:
-    """Return the overrides of the layout, without those that are equal in all rows."""
-    return "`" + " ".join(f"{key}={value}" for key, value in best.values["layout"].items()) + "`"
-
-
-def page(found: Sequence[Best]) -> str:
+def page(results: Mapping[str, Figures]) -> str:
     """Return the page content below the preamble."""
-    tpu = [best for best in found if best.row.hardware.is_tpu]
-    gpu = [best for best in found if not best.row.hardware.is_tpu]
+    found = [(row, results[row.key]) for row in ROWS if row.key in results]
+    tpu = [(row, best) for row, best in found if row.hardware.is_tpu]
+    gpu = [(row, best) for row, best in found if not row.hardware.is_tpu]
     head = ["model", "devices", "predicted MFU", "compiled MFU", "all pairs counted", "goal"]
     head += ["published", "predicted GiB", "compiled GiB"]
-    cells = []
-    for best in tpu:
-        assert best.mfu is not None, "the TPU compiler estimates cycles"
-        cells.append(
-            [
-                *(best.row.name, best.row.where, percent(best.values["mfu"]), percent(best.mfu)),
-                percent(best.mfu * best.row.all_pairs_factor),
-                f"{best.row.goal:.0%}, {'met' if best.mfu >= best.row.goal else 'missed'}",
-                best.row.published,
-                f"{best.values['total_bytes'] / GIB:.1f}",
-                f"{best.report.total_bytes / GIB:.1f}",
-            ]
-        )
-    lines = ["## TPUs", "", *table(head, cells)]
+    lines = ["## TPUs", "", *table(head, [_tpu_cells(row, best) for row, best in tpu])]
     lines += ["Shares of the cycles of a step, including exposed collectives:", ""]
     head = ["model", "devices", "matmuls", "rate of matmuls", "attention kernels"]
     head += ["expert kernels", "exposed collectives", "other", "FLOPs / model FLOPs", "bubble"]
-    lines += table(head, [_shares(best) for best in tpu])
+    lines += table(head, [_shares(row, best) for row, best in tpu])
     head = ["model", "devices", "predicted MFU", "FLOPs / model FLOPs", "sent GiB", "asynchronous"]
     head += ["predicted GiB", "compiled GiB"]
-    lines += ["## GPUs", "", *table(head, [_gpu_cells(best) for best in gpu])]
+    lines += ["## GPUs", "", *table(head, [_gpu_cells(row, best) for row, best in gpu])]
     lines += ["## Layouts and commands", ""]
-    for best in found:
-        fixed = " ".join(best.row.arguments)
-        lines += [f"{best.row.name} on {best.row.where}:", "", layout_of(best), ""]
-        lines += [f"    maxpipe {fixed}", ""]
+    for row, best in found:
+        layout = " ".join(f"{key}={value}" for key, value in best.layout.items())
+        lines += [f"{row.key}:", "", f"`{layout}`", ""]
+        lines += [f"    maxpipe {' '.join(row.arguments)}", ""]
+    if absent := [row.key for row in ROWS if row.key not in results]:
+        lines += ["## Rows without a result", ""]
+        lines += [f"The script also lists {', '.join(absent)}. No layout of these rows has been"]
+        lines += ["compiled yet.", ""]
     return "\n".join(lines)
 
 
-def _shares(best: Best) -> list[str]:
-    kernels, experts = best.cycles("kernel"), best.cycles("kernel", part=EXPERTS)
-    exposed = sum(line.cycles for line in best.report.entries if line.is_exposed)
-    whole = best.step_cycles
-    other = whole - best.cycles("matmul") - kernels - exposed
-    shares = [best.cycles("matmul") / whole, best.matmul_rate, (kernels - experts) / whole]
-    shares += [experts / whole, exposed / whole, other / whole]
+def _tpu_cells(row: Row, best: Figures) -> list[str]:
+    assert best.compiled_mfu is not None, "the TPU compiler estimates cycles"
     return [
-        *(best.row.name, best.row.where, *map(percent, shares)),
-        f"{best.report.flops / best.report.model_flops:.2f}",
-        percent(best.values["bubble"]),
+        *(row.name, row.where),
+        *map(percent, (best.predicted_mfu, best.compiled_mfu, best.all_pairs_mfu)),
+        f"{row.goal:.0%}, {'met' if best.compiled_mfu >= row.goal else 'missed'}",
+        *(row.published, *_memory(best)),
     ]
 
 
-def _gpu_cells(best: Best) -> list[str]:
-    sent = sum(each.total_bytes for each in best.report.collectives)
+def _shares(row: Row, best: Figures) -> list[str]:
+    shares = [best.matmuls, best.matmul_rate, best.attention_kernels, best.expert_kernels]
+    shares += [best.exposed, best.other]
+    ratio = f"{best.flops_ratio:.2f}"
+    return [row.name, row.where, *map(percent, shares), ratio, percent(best.bubble)]
+
+
+def _gpu_cells(row: Row, best: Figures) -> list[str]:
+    assert best.sent_bytes is not None
     return [
-        *(best.row.name, best.row.where, percent(best.values["mfu"])),
-        f"{best.report.flops / best.report.model_flops:.2f}",
-        *(f"{sent / GIB:.1f}", percent(best.report.asynchronous_share)),
-        f"{best.values['total_bytes'] / GIB:.1f}",
-        f"{best.report.total_bytes / GIB:.1f}",
+        *(row.name, row.where, percent(best.predicted_mfu), f"{best.flops_ratio:.2f}"),
+        *(f"{best.sent_bytes / GIB:.1f}", percent(best.asynchronous), *_memory(best)),
     ]
+
+
+def _memory(best: Figures) -> list[str]:
+    return [f"{size / GIB:.1f}" for size in (best.predicted_bytes, best.compiled_bytes)]
 
 
 PREAMBLE = """\
@@ -360,10 +376,10 @@ compilation uses minutes of CPU time. They were chosen by predicting the layouts
   devices, and the figures of this page were not.
 - "goal" applies to the compiled MFU.
 
-The GPU compiler has no time estimates, so the MFU of GPUs is a prediction. The other columns of
-that table were compiled at an earlier revision. A batch has 8M tokens (8B on v5p, Mixtral), 17M
-tokens (8B on v6e), 34M tokens (DeepSeek-V3) or 2M tokens (70B). These batches are larger than those
-of the publications.
+The GPU compiler has no time estimates, so the MFU of GPUs is a prediction. The rows of GPUs were
+compiled on 2026-12-01, and those of TPUs on 2026-11-30. On TPUs, a batch has 8M tokens (8B on v5p,
+Mixtral), 17M tokens (8B on v6e), 34M tokens (DeepSeek-V3) or 2M tokens (70B). These batches are
+larger than those of the publications.
 
 ## Observations
 
@@ -412,6 +428,17 @@ of the publications.
   sums over stages, which a kernel does not save. Rotary embeddings and norms need 2 to 3.4% on v5p
   and 6.4% on v6e. XLA already fuses them into one pass over the activations, which a kernel
   also needs.
+- *8B on 8 H100.* XLA executes all gathers and reductions of the best layout synchronously, because
+  the program needs 55.8 GiB of temporary memory. XLA overlaps collectives only within 95% of the
+  memory that arguments do not occupy. Without a GPU, XLA counts 80% of the memory of an H100, so
+  the limit is 49.5 GiB. In a run, XLA counts the memory of jax's allocator, which is 75% unless
+  `XLA_CLIENT_MEM_FRACTION` is set. With `--xla xla_gpu_memory_limit_slop_factor=115`, XLA overlaps
+  all gathers and reductions of the same layout with matmuls, and the memory does not change (one
+  compilation, not in the table). The second layout of the search has 8 microbatches and needs 43.8
+  GiB in total. XLA overlaps its collectives, but the layout sends twice the bytes.
+- *Qwen3 30B-A3B on 8 H100.* The best layout has 8 stages and no expert axis, so only messages
+  between stages and sums of the loss head are sent. The prediction of its memory is 12% too high.
+  On 64 GPUs, 99% of the sent bytes are asynchronous.
 - 70B on v6e:8x8 was not compiled. All predicted layouts without tensor or context sharding exceed
   31.25 GiB at 8192 tokens per sequence.
 
@@ -424,24 +451,24 @@ def main() -> None:
     parser.add_argument(
         "--rows",
         nargs="+",
+        default=[""],
         metavar="TEXT",
-        help="run only rows whose name or devices contain one of the texts, and print no page",
+        help="run only rows whose name or devices contain one of the texts",
     )
     cache = Path(tempfile.gettempdir()) / "maxpipe-best-layouts"
-    parser.add_argument("--cache", type=Path, default=cache)
+    parser.add_argument("--cache", type=Path, default=cache, help="folder of compile reports")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)
-    if options.rows:
-        for row in ROWS:
-            if any(text in f"{row.name} {row.where}" for text in options.rows):
-                best_of(row, options.cache)
-        return
-    found = [best for row in ROWS if (best := best_of(row, options.cache))]
-    text = page(found)
-    if absent := [row for row in ROWS if row not in [best.row for best in found]]:
-        names = ", ".join(f"{row.name} on {row.where}" for row in absent)
-        text += f"\n## Rows without a result\n\nThe script also lists {names}. No layout of these "
-        text += "rows has been compiled yet.\n"
+    values = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    for row in ROWS:
+        if not any(text in row.key for text in options.rows):
+            continue
+        if best := search(row, options.cache):
+            known = {name: value for name, value in asdict(best).items() if value is not None}
+            values[row.key] = known
+            if options.write:  # after each row, because all rows together need hours
+                RESULTS.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    text = page({key: Figures(**figures) for key, figures in values.items()})
     print(text)
     if options.write:
         Path(__file__).with_suffix(".md").write_text(PREAMBLE + text, encoding="utf-8")
