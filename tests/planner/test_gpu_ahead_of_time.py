@@ -19,10 +19,13 @@ pytestmark = [
     pytest.mark.skipif(missing_compiler() is not None, reason=f"needs {INSTALL}"),
 ]
 MODEL = ("runtime.platform=auto", "train.batch_size=32")
+SLOW = r"^(compile: .*, \d+ s|E.* slow_operation_alarm.cc.*|\*+|\[Compiling module .*|)\n"
+"""Progress of maxpipe after 10 s, and XLA's warning after two minutes."""
 
 
 def compiled(*arguments: str, dump: Path | None = None) -> dict[str, Any]:
-    """Return the compile report of quickstart from a subprocess that prints nothing else.
+    """Return the compile report of quickstart from a subprocess that prints no messages except on
+    slow machines.
 
     XLA writes the compiled programs to the folder `dump`, if it is given.
     """
@@ -32,7 +35,8 @@ def compiled(*arguments: str, dump: Path | None = None) -> dict[str, Any]:
     found = subprocess.run(
         [*command, "--json"], capture_output=True, text=True, timeout=500, env=environment
     )
-    assert found.returncode == 0 and not found.stderr, found.stderr
+    messages = re.sub(SLOW, "", found.stderr, flags=re.MULTILINE)
+    assert found.returncode == 0 and not messages, found.stderr
     return json.loads(found.stdout)
 
 
@@ -49,7 +53,7 @@ def test_compile_report_for_eight_gpus() -> None:
     assert found["total_bytes"] > found["argument_bytes"] > 2 * 2**20
     assert 1 < found["flops"] / found["model_flops"] < 2
     assert not found["unknown_loops"]
-    assert any("autotuning" in each for each in found["unknown"])
+    assert any("autotune" in each for each in found["unknown"])
     moved = traffic(found)
     assert moved["collective-permute", "stage"]["link"] == "ici"
     assert moved["all-gather", "fsdp"]["asynchronous"]
