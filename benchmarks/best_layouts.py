@@ -376,10 +376,9 @@ compilation uses minutes of CPU time. They were chosen by predicting the layouts
   devices, and the figures of this page were not.
 - "goal" applies to the compiled MFU.
 
-The GPU compiler has no time estimates, so the MFU of GPUs is a prediction. The rows of GPUs were
-compiled on 2026-12-01, and those of TPUs on 2026-11-30. On TPUs, a batch has 8M tokens (8B on v5p,
-Mixtral), 17M tokens (8B on v6e), 34M tokens (DeepSeek-V3) or 2M tokens (70B). These batches are
-larger than those of the publications.
+The GPU compiler has no time estimates, so the MFU of GPUs is a prediction. All rows were compiled
+on 2026-12-01. On TPUs, a batch has 8M tokens (8B on v5p, Mixtral), 17M tokens (8B on v6e), 34M
+tokens (DeepSeek-V3) or 2M tokens (70B). These batches are larger than those of the publications.
 
 ## Observations
 
@@ -391,15 +390,18 @@ larger than those of the publications.
   per sequence and 512 sequences, it was 44.3%, because XLA replaces all gathers over all 64 chips
   by synchronous all-reduces, which send twice the bytes. The prediction for this layout was 55.7%.
   Neither layout is in the tables.
-- 8B on v6e misses its goal by less than 1 point. Four changes raised it from 33.8% to 51.2%, with
-  128 microbatches (51.6% with 256): attention kernels with fewer matmuls ([decision
+- Five changes raised 8B on v6e from 33.8% to 52.6%: attention kernels with fewer matmuls ([decision
   52](../docs/decisions/0052-attention-kernels-on-tpus.md)), a larger VMEM limit
   ([device_options](device_options.md)), fixed memory layouts of saved activations, which XLA had
-  copied at 10% of the cycles, and fewer passes over activations in ticks without a loss. Attention
-  kernels still reach only 44% of the peak, compared with 87% on v5p. `names` without `up` is used
-  because complete `names` needs 35.7 GiB. With `mesh.ici_stage=4 mesh.ici_fsdp=16
-  pipeline.repeats=8`, which has a smaller bubble, XLA recomputes more operations to fit into the
-  memory (1.18 instead of 1.10 times the model FLOPs), and the step takes longer.
+  copied at 10% of the cycles, fewer passes over activations in ticks without a loss, and a receive
+  buffer with a single slot. With two slots, XLA copied each message to and from the buffer, and the
+  MFU was 51.6%. Attention kernels still reach only 44% of the peak, compared with 87% on v5p.
+  `names` without `up` is used because complete `names` needs 35.7 GiB. With `mesh.ici_stage=4
+  mesh.ici_fsdp=16 pipeline.repeats=8`, which has a smaller bubble, XLA recomputes more operations
+  to fit into the memory (1.18 instead of 1.10 times the model FLOPs), and the step takes longer
+  (compiled at an earlier revision). Saving `up` instead of recomputing it lowers the MFU to 48.2%:
+  XLA then computes the activation function in a separate pass (one compilation at an earlier
+  revision, not in the tables).
 - Mixtral needs an expert axis, so that a device holds one expert. Without it (8 stages x 32 fsdp
   shards), the compiled MFU was 30.3%: a device holds the weights of all experts of its layers,
   2.6 GiB per layer, for microbatches of only 4096 tokens. XLA copies these weights out of the stack
@@ -409,33 +411,25 @@ larger than those of the publications.
   assumes. With 76%, the MFU of 8B and 70B would be 0.3 to 0.7 points lower.
 - DeepSeek-V3 on v5p:8x8x8 had 34.9% at an earlier revision, counted in the same way. Attention
   kernels that read the RoPE dims of latent attention as separate arrays, and exchanges in tiles of
-  rows, raised it to 40.6%.
-  The order of exchanges ([decision 55](../docs/decisions/0055-exchanges-of-experts-on-tpus.md))
-  raised it to 42.5%, and gathers on sparse cores ([decision
-  31](../docs/decisions/0031-collective-overlap-on-tpus.md)) to 44.1%. In the step of 142 Gcycles,
-  exposed exchanges over 64 devices need 5.7%, copies 6.4%, and gathers of rows 5.8%. Exchanges are
-  counted with the capacity of the buffers, 1.5 times the mean. Almost half of the copies change the
-  memory layout of one weight, because its shards have 112 columns, which do not fill the lanes. A
-  stage has 8 of 61 layers, which costs 4.7%. Attention kernels reach 80% of the peak in this model,
-  less than the 87% that the table assumes. With 80%, the MFU would be 0.3 points lower.
+  rows, raised it to 40.6%. The order of exchanges ([decision
+  55](../docs/decisions/0055-exchanges-of-experts-on-tpus.md)) raised it to 42.5%, gathers on sparse
+  cores ([decision 31](../docs/decisions/0031-collective-overlap-on-tpus.md)) to 44.1%, and the
+  receive buffer with a single slot to 44.3%. In the step of 142 Gcycles, exposed exchanges over 64
+  devices need 5.7%, copies 6.4%, and gathers of rows 5.8% (with 44.1%). Exchanges are counted with
+  the capacity of the buffers, 1.5 times the mean. Almost half of the copies change the memory
+  layout of one weight, because its shards have 112 columns, which do not fill the lanes. A stage
+  has 8 of 61 layers, which costs 4.7%. Attention kernels reach 80% of the peak in this model, less
+  than the 87% that the table assumes. With 80%, the MFU would be 0.3 points lower.
   `weight_gather=window` needs 105 GiB, or 88 GiB if `context` is recomputed (compiled at an earlier
   revision).
-- A pipeline on v6e copies messages between stages through a buffer, which needs 2.6% of the cycles
-  of 8B. Saving `up` instead of recomputing it lowers the MFU to 48.2%: XLA then computes the
-  activation function in a separate pass (one compilation, not in the tables).
 - Fused kernels for the loss head, rotary embeddings and norms would gain little. Outside of its
   matmuls, the head needs 0.2 to 1.0% of the cycles on v5p and 3.0% on v6e, half of them for the
   sums over stages, which a kernel does not save. Rotary embeddings and norms need 2 to 3.4% on v5p
   and 6.4% on v6e. XLA already fuses them into one pass over the activations, which a kernel
   also needs.
-- *8B on 8 H100.* XLA executes all gathers and reductions of the best layout synchronously, because
-  the program needs 55.8 GiB of temporary memory. XLA overlaps collectives only within 95% of the
-  memory that arguments do not occupy. Without a GPU, XLA counts 80% of the memory of an H100, so
-  the limit is 49.5 GiB. In a run, XLA counts the memory of jax's allocator, which is 75% unless
-  `XLA_CLIENT_MEM_FRACTION` is set. With `--xla xla_gpu_memory_limit_slop_factor=115`, XLA overlaps
-  all gathers and reductions of the same layout with matmuls, and the memory does not change (one
-  compilation, not in the table). The second layout of the search has 8 microbatches and needs 43.8
-  GiB in total. XLA overlaps its collectives, but the layout sends twice the bytes.
+- *8B on 8 H100.* XLA overlaps collectives only within 95% of the memory that arguments do not
+  occupy. maxpipe lets programs use 92% of the memory of a GPU. With 75%, the default of jax, XLA
+  executed all gathers and reductions of this layout synchronously.
 - *Qwen3 30B-A3B on 8 H100.* The best layout has 8 stages and no expert axis, so only messages
   between stages and sums of the loss head are sent. The prediction of its memory is 12% too high.
   On 64 GPUs, 99% of the sent bytes are asynchronous.
