@@ -28,6 +28,7 @@ from maxpipe.models.huggingface import (
 )
 from maxpipe.models.layers.attention import Rope
 from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.indexer import Indexer
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.moe import RoutedConfig
 from maxpipe.models.spec import Model
@@ -78,6 +79,11 @@ class DeepseekConfig(RoutedConfig):
 
 def describe(config: ModelConfig) -> Model:
     """Return a model with the layer types `dense` and `experts`, or only `experts`."""
+    return moe.layered(config, latent_attention(config))
+
+
+def latent_attention(config: ModelConfig, indexer: Indexer | None = None) -> LatentAttention:
+    """Return latent attention for a family whose section extends `DeepseekConfig`."""
     own = own_keys(config, DeepseekConfig)
 
     def longer(mscale: float) -> float:
@@ -93,7 +99,7 @@ def describe(config: ModelConfig) -> Model:
         attention_factor=longer(own.mscale) / longer(own.mscale_all_dim) if both else longer(1.0),
         fast=own.rope_beta_fast,
     )
-    attention = LatentAttention(
+    return LatentAttention(
         config.d_model,
         config.num_heads,
         config.head_dim,
@@ -105,19 +111,20 @@ def describe(config: ModelConfig) -> Model:
         rope,
         config.head_dim**-0.5 * longer(own.mscale_all_dim) ** 2,
         _EPSILON,
+        indexer,
     )
-    return moe.layered(config, attention)
 
 
-def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    own = own_keys(config, DeepseekConfig)
+def rules(config: ModelConfig) -> Iterator[RuleViolation]:
+    """Yield violations of the rules for the keys in the family's section."""
+    own, section = own_keys(config, DeepseekConfig), f"model.{config.family}"
     yield from moe.rules(config)
     if config.num_kv_heads != config.num_heads:
         yield RuleViolation(
             Code.MODEL_SIZES,
             "model.num_kv_heads",
-            f"must be model.num_heads ({config.num_heads}) with model.family=deepseek, because "
-            "each head has separate keys and values.",
+            f"must be model.num_heads ({config.num_heads}) with model.family={config.family}, "
+            "because each head has separate keys and values.",
             f"Set model.num_kv_heads={config.num_heads}.",
         )
     if own.qk_rope_head_dim % 2 or own.qk_rope_head_dim >= config.head_dim:
@@ -125,19 +132,19 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         valid = min(largest, max(2, own.qk_rope_head_dim // 2 * 2))
         yield RuleViolation(
             Code.MODEL_SIZES,
-            "model.deepseek.qk_rope_head_dim",
+            f"{section}.qk_rope_head_dim",
             f"must be even and less than model.head_dim ({config.head_dim}), because only the "
             "last dims of a head are rotated, in pairs.",
-            f"Set model.deepseek.qk_rope_head_dim={valid}, or use a larger model.head_dim.",
+            f"Set {section}.qk_rope_head_dim={valid}, or use a larger model.head_dim.",
         )
 
     if 0 < own.rope_beta_fast < 1:
         yield RuleViolation(
             Code.MODEL_SIZES,
-            "model.deepseek.rope_beta_fast",
+            f"{section}.rope_beta_fast",
             "must be 0 or at least 1, because dims that complete fewer than 1 rotation are scaled "
             "by the full factor.",
-            "Set model.deepseek.rope_beta_fast=0 to use the value of DeepSeek.",
+            f"Set {section}.rope_beta_fast=0 to use the value of DeepSeek.",
         )
 
 
@@ -151,22 +158,28 @@ class _HeadSizes:
     The last two keys are redundant, because the first two keys determine their values.
     """
 
+    section: str
+    """Name of the family's config section."""
+    unrotated: int = 128
+    """Default number of unrotated dims in transformers."""
+
     @property
     def names(self) -> tuple[str, ...]:
         return ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "head_dim")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the head dim and the number of RoPE dims."""
-        unrotated, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
+        unrotated = theirs.get(self.names[0], self.unrotated)
+        turned = theirs.get(self.names[1], 64)
         for name, size in zip(self.names[2:], (unrotated + turned, turned), strict=True):
             if theirs.get(name, size) != size:
                 raise UnsupportedError(
                     name, theirs[name], f"must be {size} to match the other keys."
                 )
-        return {"head_dim": unrotated + turned, "deepseek.qk_rope_head_dim": turned}
+        return {"head_dim": unrotated + turned, f"{self.section}.qk_rope_head_dim": turned}
 
     def write(self, ours: Ours) -> Theirs:
-        turned = ours["deepseek.qk_rope_head_dim"]
+        turned = ours[f"{self.section}.qk_rope_head_dim"]
         return {self.names[0]: ours["head_dim"] - turned, self.names[1]: turned}
 
 
@@ -232,15 +245,16 @@ class MtpLayers:
         return dict.fromkeys(self.names, count)
 
 
-_YARN = (
-    Key("factor", "deepseek.rope_factor"),
-    Key("original_max_position_embeddings", "deepseek.original_max_position_embeddings"),
-    Key("mscale", "deepseek.mscale", 0.0),
-    Key("mscale_all_dim", "deepseek.mscale_all_dim", 0.0),
-    Fixed("attention_factor", (None,)),
-    rope_config.Turns("beta_fast", "deepseek.rope_beta_fast", 32.0),
-    Fixed("beta_slow", (1, 1.0), 1),
-)
+def _yarn(section: str) -> tuple[Row, ...]:
+    return (
+        Key("factor", f"{section}.rope_factor"),
+        Key("original_max_position_embeddings", f"{section}.original_max_position_embeddings"),
+        Key("mscale", f"{section}.mscale", 0.0),
+        Key("mscale_all_dim", f"{section}.mscale_all_dim", 0.0),
+        Fixed("attention_factor", (None,)),
+        rope_config.Turns("beta_fast", f"{section}.rope_beta_fast", 32.0),
+        Fixed("beta_slow", (1, 1.0), 1),
+    )
 
 
 def layer_keys(section: str, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
@@ -272,24 +286,35 @@ def router_keys(section: str, experts: int, groups: int, groups_per_token: int) 
     )
 
 
-def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
-    """Return the config keys shared by both transformers classes. The keyword arguments are the
-    defaults of one transformers class.
+def latent_keys(
+    section: str,
+    *sizes: Row,
+    dense: int,
+    shared: int,
+    width: int,
+    scale: float,
+    unrotated: int = 128,
+    value_size: int = 128,
+    query_rank: Row | None = None,
+) -> tuple[Row, ...]:
+    """Return the key-table rows shared by all transformers classes with latent attention. `sizes`
+    and the keyword arguments are the defaults of one transformers class.
     """
+    rank = huggingface.OrNone("q_lora_rank", f"{section}.q_lora_rank", 1536)
     return (
         *(row for row in sizes if "head_dim" not in row.names),
-        _HeadSizes(),
-        Key("v_head_dim", "deepseek.v_head_dim", 128),
-        Key("kv_lora_rank", "deepseek.kv_lora_rank", 512),
-        huggingface.OrNone("q_lora_rank", "deepseek.q_lora_rank", 1536),
+        _HeadSizes(section, unrotated),
+        Key("v_head_dim", f"{section}.v_head_dim", value_size),
+        Key("kv_lora_rank", f"{section}.kv_lora_rank", 512),
+        query_rank or rank,
         Rotary(
             "rope_theta",
             10000.0,
-            {"yarn": _YARN},
-            unscaled={"deepseek.rope_factor": 1.0, "deepseek.rope_beta_fast": 0.0},
-            select_type=lambda ours: "default" if ours["deepseek.rope_factor"] == 1 else "yarn",
+            {"yarn": _yarn(section)},
+            unscaled={f"{section}.rope_factor": 1.0, f"{section}.rope_beta_fast": 0.0},
+            select_type=lambda ours: "default" if ours[f"{section}.rope_factor"] == 1 else "yarn",
         ),
-        *layer_keys("deepseek", dense, shared, width, scale),
+        *layer_keys(section, dense, shared, width, scale),
         Fixed("moe_layer_freq", (1,), 1),
         Fixed("attention_bias", (False,), False),
         *map(Kept, ("ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits")),
@@ -332,7 +357,7 @@ DUPLICATE_KEYS = (
 )
 """Pairs of `config.json` keys with the same meaning."""
 
-_TENSORS = (
+TENSORS = (
     *LAYER_TENSORS,
     Tensor("attention.query", f"{_ATTENTION}q_proj.weight", "d n h -> (n h) d"),
     Tensor("attention.query_down", f"{_ATTENTION}q_a_proj.weight", "d r -> r d"),
@@ -344,6 +369,7 @@ _TENSORS = (
     Tensor("attention.key_value_up", f"{_ATTENTION}kv_b_proj.weight", "r n h -> (n h) r"),
     huggingface.ATTENTION[-1],
 )
+"""Tensor-table rows of a model without multi-token prediction layers."""
 
 _KIMI_VISION = (
     *("vision_tower.*", "model.vision_tower.*"),
@@ -355,7 +381,8 @@ _V2 = HuggingFace(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     keys=(
-        *_keys(
+        *latent_keys(
+            "deepseek",
             *huggingface.sizes(mlp=11008, vocab=102400),
             dense=0,
             shared=2,
@@ -377,14 +404,15 @@ _V2 = HuggingFace(
         Twice("num_experts", "n_routed_experts"),
         Twice("qk_rope_head_dim", "head_dim", is_read=False, default=64),
     ),
-    tensors=_TENSORS,
+    tensors=TENSORS,
 )
 
 _V3 = HuggingFace(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     keys=(
-        *_keys(
+        *latent_keys(
+            "deepseek",
             *huggingface.sizes(layers=61, width=7168, heads=128, mlp=18432, vocab=129280),
             dense=3,
             shared=1,
@@ -396,7 +424,7 @@ _V3 = HuggingFace(
         MtpLayers(),
     ),
     duplicate_keys=DUPLICATE_KEYS,
-    tensors=_TENSORS,
+    tensors=TENSORS,
     mtp_tensors=MTP_TENSORS,
     copies=MTP_COPIES,
     containers=tuple(
@@ -405,23 +433,26 @@ _V3 = HuggingFace(
     ),
 )
 
+BOUNDS = (
+    *moe.BOUNDS,
+    Bound("kv_lora_rank", 512, 1, axis="latent"),
+    Bound("q_lora_rank", 0, 0, why="if 0, queries are projected from the input", axis="latent"),
+    Bound("qk_rope_head_dim", 64, 2, axis="head_dim"),
+    Bound("v_head_dim", 128, 1, axis="head_dim"),
+    Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),
+    Bound("original_max_position_embeddings", 4096, 1),
+    Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 uses 32"),
+    Bound("mscale", 1.0, 0, 1e6, "0 uses 1"),
+    Bound("mscale_all_dim", 0.0, 0, 1e6, "0 disables score scaling"),
+)
+"""Allowed ranges of the keys in `DeepseekConfig`."""
+
 FAMILY = Family(
     "deepseek",
     DeepseekConfig,
     describe,
-    bounds=(
-        *moe.BOUNDS,
-        Bound("kv_lora_rank", 512, 1, axis="latent"),
-        Bound("q_lora_rank", 0, 0, why="if 0, queries are projected from the input", axis="latent"),
-        Bound("qk_rope_head_dim", 64, 2, axis="head_dim"),
-        Bound("v_head_dim", 128, 1, axis="head_dim"),
-        Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),
-        Bound("original_max_position_embeddings", 4096, 1),
-        Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 uses 32"),
-        Bound("mscale", 1.0, 0, 1e6, "0 uses 1"),
-        Bound("mscale_all_dim", 0.0, 0, 1e6, "0 disables score scaling"),
-    ),
-    rules=_rules,
+    bounds=BOUNDS,
+    rules=rules,
     metric_parts=(Experts,),
     huggingface=(_V2, _V3),
 )

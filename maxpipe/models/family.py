@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -126,6 +126,9 @@ class Family:
     """Allowed ranges of the numeric values in the family's section."""
     rules: Callable[[ModelConfig], Iterable[RuleViolation]] = lambda _: ()
     """Function that yields the rule violations of a config whose numbers are within bounds."""
+    trained: Callable[[ModelConfig], Sequence[str]] = lambda _: ()
+    """Function that returns the name patterns of the only parameters that a config trains. All
+    parameters are trained if there are no patterns."""
     metric_parts: tuple[type[Part], ...] = ()
     """Sublayer classes that declare `metrics`, from which the list of all metrics is built."""
     huggingface: tuple[HuggingFace, ...] = ()

@@ -13,10 +13,12 @@ from typing import Any
 
 from maxpipe.models import (
     deepseek,
+    deepseek_v32,
     gemma2,
     gemma3,
     gemma4,
     glm4_moe,
+    glm_moe_dsa,
     gpt_oss,
     granite,
     llama,
@@ -39,7 +41,7 @@ from maxpipe.models import (
 from maxpipe.models.adapters import with_adapters
 from maxpipe.models.config import ModelConfig, num_unquantized_layers
 from maxpipe.models.family import Family
-from maxpipe.models.param_names import freeze
+from maxpipe.models.param_names import declared, freeze, picked
 from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
 
 FAMILIES: dict[str, Family] = {
@@ -47,7 +49,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, olmo3),
         *(granite, smollm3, moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
-        *(deepseek, glm4_moe, minimax_m2, llama4),
+        *(deepseek, deepseek_v32, glm4_moe, glm_moe_dsa, minimax_m2, llama4),
     )
 }
 
@@ -81,7 +83,14 @@ def describe(config: ModelConfig) -> Model:
         model = _with_heads_ahead(model, config)
     if config.adapter is not None:
         model = with_adapters(model, config.adapter)
-    return freeze(model, config.frozen)
+    return freeze(model, (*config.frozen, *_untrained(model, config)))
+
+
+def _untrained(model: Model, config: ModelConfig) -> list[str]:
+    """Return the names of the parameters that the family does not train with this config."""
+    patterns = FAMILIES[config.family].trained(config)
+    names = picked(model, patterns)
+    return [name for name in declared(model) if name not in names] if patterns else []
 
 
 def _with_unquantized_layers(model: Model, config: ModelConfig) -> Model:

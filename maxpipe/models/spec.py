@@ -11,7 +11,7 @@ no other list of weights exists.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -123,7 +123,7 @@ class Matmul(NamedTuple):
     """Fraction of the parameter's elements that the matmul actually multiplies per token."""
 
 
-ScoreStorage = Literal["scores", "mask", "block"]
+ScoreStorage = Literal["scores", "mask", "block", "none"]
 """Token-pair arrays of attention that are stored in memory. `scores`: the scores of all heads,
 which the backward pass reads. `mask`: one mask for all heads, used as input of a fused kernel.
 `block`: the scores of one block of pairs at a time. Scores that are not stored are recomputed."""
@@ -194,21 +194,19 @@ class Held:
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Memory per computed token pair, summed over all heads: number of elements in the compute
     dtype, number of elements in float32, and bytes in other dtypes."""
+    shared_pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Same as `pairs`, for arrays without a dim of heads."""
 
     def __add__(self, other: Held) -> Held:
-        narrow, wide, other_bytes = (
-            sum(pair) for pair in zip(self.pairs, other.pairs, strict=True)
-        )
-        return Held(
-            self.compute_dtype + other.compute_dtype,
-            self.float32 + other.float32,
-            self.one_byte + other.one_byte,
-            self.blocks + other.blocks,
-            self.token_independent + other.token_independent,
-            self.float32_token_independent + other.float32_token_independent,
-            self.documents + other.documents,
-            (narrow, wide, other_bytes),
-        )
+        def add(name: str) -> Any:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            return (
+                tuple(map(sum, zip(ours, theirs, strict=True)))
+                if "pairs" in name
+                else ours + theirs
+            )
+
+        return Held(**{each.name: add(each.name) for each in fields(self)})
 
 
 NOTHING = Held()

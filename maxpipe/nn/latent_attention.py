@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from maxpipe.models.layers import latent_attention
+from maxpipe.models.layers.indexer import LOSS
 from maxpipe.nn.attention import BACKENDS
 from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate
-from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.nn.indexer import IndexArrays, indexer_loss, select_keys
+from maxpipe.nn.module import LayerContext, Output, SpecModule, layer_norm, rms_norm
 from maxpipe.parallel.lora_weight import LoraWeight, map_columns, merge_lora
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
@@ -42,6 +46,11 @@ class LatentAttention(SpecModule):
     key_value_norm: nnx.Param
     key_value_up: nnx.Param
     out: nnx.Param
+    index_query: nnx.Param
+    index_key: nnx.Param
+    index_key_norm: nnx.Param
+    index_key_norm_bias: nnx.Param
+    index_weights: nnx.Param
 
     def __init__(self, part: latent_attention.LatentAttention, rules: AxisRules):
         super().__init__(part)
@@ -53,7 +62,8 @@ class LatentAttention(SpecModule):
         split = context.split(self.rules, attention=True)
         frequencies = rotary_frequencies(part.rope, part.rope_size, context)
         angles = positions, frequencies, part.rope.attention_factor, part.backend
-        unrotated, front = self._query(x, split)
+        latent = self._query_latent(x, split)
+        unrotated, front = self._query(latent, split)
         query = jnp.concatenate([unrotated, rotate(front, *angles)], axis=-1)
         query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
         down = split.unsharded_matmul(x, self.key_value_down[...].astype(dtype))
@@ -62,21 +72,23 @@ class LatentAttention(SpecModule):
         turned = split.gather_tokens(split.unsharded_matmul(x, weight))[:, :, None]
         turned = rotate(turned, *angles)
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
-        cache = context.cache
+        index = None if part.indexer is None else self._index(x, latent, angles, split)
+        cache, losses = context.cache, {}
         if cache is None:
-            mixed = self._expanded(query, small, turned, mask, context, split)
+            mixed, losses = self._expanded(query, small, turned, mask, index, context, split)
         else:
-            mixed, cache = self._absorbed(query, small, turned, mask, positions, cache)
+            mixed, cache = self._absorbed(query, small, turned, mask, index, positions, cache)
         out = split.row_parallel(mixed, self.out[...].astype(dtype), part.params["out"].axes)
-        return Output(checkpoint_name(out, "attention_out"), cache=cache)
+        return Output(checkpoint_name(out, "attention_out"), losses, cache=cache)
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Return an empty cache. A key consists of the RoPE dims and the latent, and a value is a
-        latent.
+        """Return an empty cache. A key consists of the RoPE dims and the latent, which is also the
+        value. The values of the cache are the index keys, if any.
         """
         both = KVCache.empty((rows, tokens, 1, part.rope_size + part.rank), dtype)
-        return both._replace(values=both.values[..., :0])
+        size = 0 if part.indexer is None else part.indexer.head_dim
+        return both._replace(values=jnp.zeros((*both.values.shape[:-1], size), dtype))
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
@@ -85,17 +97,57 @@ class LatentAttention(SpecModule):
         whole = ("batch", None, None, None)
         return KVCache.axes()._replace(keys=whole, values=whole)
 
-    def _query(self, x: Float[Array, "B T D"], split: SequenceParallel) -> list[Array]:
+    def _query_latent(self, x: Float[Array, "B T D"], split: SequenceParallel) -> Array:
+        """Return the normalized query latent, or the input if queries have no latent."""
+        part = self.part
+        if not part.q_lora_rank:
+            return x
+        down = split.unsharded_matmul(x, self.query_down[...].astype(x.dtype))
+        down = checkpoint_name(down, "query_latent")
+        return rms_norm(down, self.query_norm[...], part.query_norm)
+
+    def _query(self, latent: Float[Array, "B T r"], split: SequenceParallel) -> list[Array]:
         """Return the non-RoPE dims `[B, T, N, h]` and the RoPE dims of the queries before RoPE."""
-        part, down, name = self.part, x, "query"
-        if part.q_lora_rank:
-            down = split.unsharded_matmul(x, self.query_down[...].astype(x.dtype))
-            down = checkpoint_name(down, "query_latent")
-            down, name = rms_norm(down, self.query_norm[...], part.query_norm), "query_up"
-        weight, axes = getattr(self, name)[...].astype(x.dtype), part.params[name].axes
+        part = self.part
+        name = "query_up" if part.q_lora_rank else "query"
+        weight, axes = getattr(self, name)[...].astype(latent.dtype), part.params[name].axes
         weights = [weight[..., : part.rest_size], weight[..., part.rest_size :]]
         weights[1] = map_columns(_deinterleave_pairs, weights[1])
-        return split.column_parallel(down, weights, [axes, axes])
+        return split.column_parallel(latent, weights, [axes, axes])
+
+    def _index(
+        self,
+        x: Float[Array, "B T D"],
+        latent: Float[Array, "B T r"],
+        angles: tuple[Any, ...],
+        split: SequenceParallel,
+    ) -> IndexArrays:
+        """Return the inputs of the index scores. Gradients end here, so the indexer is trained only
+        by its loss. Matmuls use the compute dtype.
+        """
+        indexer, dtype, split = self.part.indexer, x.dtype, replace(split, quantizer=None)
+        assert indexer is not None
+        x, latent = lax.stop_gradient(x), lax.stop_gradient(latent)
+        turn = partial(rotate, interleaved=indexer.interleaved)
+        axes = indexer.params["index_query"].axes
+        (query,) = split.column_parallel(latent, [self.index_query[...].astype(dtype)], [axes])
+        query = constrain(turn(query, *angles), _HEADS, self.rules)
+        key = split.unsharded_matmul(x, self.index_key[...].astype(dtype))
+        norm = self.index_key_norm[...], self.index_key_norm_bias[...], indexer.norm
+        key = turn(split.gather_tokens(layer_norm(key, *norm))[:, :, None], *angles)[:, :, 0]
+        weights = split.unsharded_matmul(x, self.index_weights[...].astype(dtype))
+        return IndexArrays(
+            checkpoint_name(query, "index_query"),
+            checkpoint_name(key, "index_key"),
+            checkpoint_name(split.gather_tokens(weights), "index_weights"),
+        )
+
+    def _selected(self, index: IndexArrays | None, mask: Mask) -> Mask:
+        """Return the mask with the selected keys."""
+        indexer = self.part.indexer
+        if index is None or indexer is None or not indexer.is_sparse:
+            return mask
+        return replace(mask, selected=select_keys(index, mask, indexer.top_k, self.rules))
 
     def _up(self, dtype: jnp.dtype) -> tuple[Array | LoraWeight, Array | LoraWeight]:
         """Return the projections from latents to the non-RoPE dims of keys `[r, N, h]` and to
@@ -110,22 +162,26 @@ class LatentAttention(SpecModule):
         small: Float[Array, "B T r"],
         turned: Float[Array, "B T 1 h"],
         mask: Mask,
+        index: IndexArrays | None,
         context: LayerContext,
         split: SequenceParallel,
-    ) -> Float[Array, "B T N v"]:
-        """Compute attention with explicit keys and values for each head."""
+    ) -> tuple[Float[Array, "B T N v"], Mapping[str, Float[Array, ""]]]:
+        """Compute attention with explicit keys and values for each head, and the losses."""
         axes = self.part.params["key_value_up"].axes
         keys, value = split.column_parallel(small, self._up(query.dtype), [axes, axes])
         everywhere = jnp.broadcast_to(turned, (*keys.shape[:3], turned.shape[-1]))
         key = jnp.concatenate([keys, everywhere], axis=-1)
-        mask = replace(mask, shared_dims=self.part.rope_size)
+        mask = self._selected(index, replace(mask, shared_dims=self.part.rope_size))
         key = checkpoint_name(constrain(key, _HEADS, self.rules), "key")
         value = checkpoint_name(constrain(value, _HEADS, self.rules), "value")
         if context.recorder is not None:
             context.recorder.record_attention(query, key, mask)
         context.record("value", value)
         inputs, backend = context.inputs, BACKENDS[self.part.backend]
-        return attend(backend, query, key, value, mask, inputs, self.rules)
+        losses, targets = {}, inputs.get("loss_mask")
+        if index is not None and self.part.losses and targets is not None:
+            losses[LOSS] = indexer_loss(index, query, key, mask, targets, self.rules)
+        return attend(backend, query, key, value, mask, inputs, self.rules), losses
 
     def _absorbed(
         self,
@@ -133,6 +189,7 @@ class LatentAttention(SpecModule):
         small: Float[Array, "B T r"],
         turned: Float[Array, "B T 1 h"],
         mask: Mask,
+        index: IndexArrays | None,
         positions: Array,
         cache: KVCache,
     ) -> tuple[Float[Array, "B T N v"], KVCache]:
@@ -145,13 +202,16 @@ class LatentAttention(SpecModule):
         unrotated = jnp.einsum("btnh,rnh->btnr", unrotated, up_key)
         query = jnp.concatenate([front, unrotated], axis=-1)
         key = jnp.concatenate([turned, small[:, :, None]], axis=-1)
-        cache = cache.append(key, key[..., :0], mask.segments, positions)
+        index_key = key[..., :0] if index is None else index.key[:, :, None]
+        cache = cache.append(key, index_key, mask.segments, positions)
         mask = replace(
             mask,
             positions=positions,
             key_segments=cache.segments,
             key_positions=cache.positions,
         )
+        if index is not None:
+            mask = self._selected(index._replace(key=cache.values[:, 0]), mask)
         values = cache.key[..., self.part.rope_size :]
         mixed = BACKENDS[self.part.backend](query, cache.key, values, mask)
         return jnp.einsum("btnr,rnh->btnh", mixed, up_value), cache

@@ -210,14 +210,24 @@ class LayerNorm(SpecModule):
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Apply the norm in float32, preserving the dtype of the input."""
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        normed = centred * lax.rsqrt(variance + self.part.epsilon)
-        normed = normed * self.scale[...].astype(jnp.float32)
-        if self.part.bias:
-            normed = normed + self.bias[...].astype(jnp.float32)
-        return normed.astype(x.dtype)
+        bias = self.bias[...] if self.part.bias else None
+        return layer_norm(x, self.scale[...], bias, self.part)
+
+
+def layer_norm(
+    x: Float[Array, "*dims D"],
+    scale: Float[Array, " D"],
+    bias: Float[Array, " D"] | None,
+    part: mlp.LayerNorm,
+) -> Float[Array, "*dims D"]:
+    """Normalize over the last dim in float32, preserving the dtype of the input."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
+    normed = centred * lax.rsqrt(variance + part.epsilon) * scale.astype(jnp.float32)
+    if bias is not None:
+        normed = normed + bias.astype(jnp.float32)
+    return normed.astype(x.dtype)
 
 
 class LayerScalar(SpecModule):

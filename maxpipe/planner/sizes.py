@@ -400,6 +400,11 @@ class ActivationSizes:
             if isinstance(products, Products)
         )
 
+    def shared_pairs(self, part: Part) -> int:
+        """Return the number of query-key pairs in an array without a dim of heads."""
+        pairs = (self._scored_pairs(each) for each in part.operations if isinstance(each, Scores))
+        return self.batch.microbatch_size * max(pairs, default=0)
+
     def stored_scores(self, part: Part) -> int:
         """Return the number of attention scores that are stored in memory."""
         count, tokens = 0, self.config.train.sequence_length
@@ -410,6 +415,7 @@ class ActivationSizes:
                     "scores": heads * self._scored_pairs(scores),
                     "mask": tokens**2 // self.mesh.axes["context"],
                     "block": heads * even_blocks(tokens) ** 2,
+                    "none": 0,
                 }[scores.storage]
         return self.batch.microbatch_size * count
 
@@ -426,6 +432,8 @@ class ActivationSizes:
 
         narrow, wide, other = held.pairs
         num_bytes = (wide * 4 + narrow * size + other) * self.stored_scores(part)
+        narrow, wide, other = held.shared_pairs
+        num_bytes += (wide * 4 + narrow * size + other) * self.shared_pairs(part)
         for width, arrays in ((size, held.compute_dtype), (4, held.float32), (1, held.one_byte)):
             num_bytes += width * elements(arrays)
         num_bytes += size * elements(held.blocks) * scored_keys(tokens) / tokens

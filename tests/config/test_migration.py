@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -420,13 +421,37 @@ def test_learning_rate_of_every_step_equals_that_of_the_peer(
         assert np.asarray(schedule(step)).item() == pytest.approx(expected, rel=1e-5, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("weight", "sparse", "stage"),
+    [(0.0, False, "sparse"), (0.5, False, "dense"), (0.5, True, "sparse")],
+)
+def test_maxtext_indexer_becomes_deepseek_v32(weight: float, sparse: bool, stage: str) -> None:
+    sizes = ("use_indexer=true", "indexer_topk=512", "indexer_n_heads=32", "indexer_head_dim=96")
+    training = (f"indexer_loss_scaling_factor={weight}", f"indexer_sparse_training={sparse}")
+    found = from_maxtext("models/deepseek3-671b", *sizes, *training).load().config.model
+    assert (found.family, found.head_dim) == ("deepseek_v32", 192)
+    assert found.own == dataclasses.replace(
+        from_maxtext("models/deepseek3-671b", *sizes).load().config.model.own,
+        indexer_stage=stage,
+        indexer_loss_weight=weight,
+    )
+    assert (found.own.index_topk, found.own.num_index_heads) == (512, 32)
+    assert (found.own.index_head_dim, found.own.q_lora_rank) == (96, 1536)
+
+
+def test_maxtext_approximate_indexer_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="indexer_use_approx_top_k"):
+        settings = ("use_indexer=true", "indexer_use_approx_top_k=true")
+        from_maxtext("models/deepseek3-671b", *settings)
+
+
 # Values that cannot be represented, and hostile files.
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("use_indexer=true", "sparse attention"),
+        ("use_indexer=true", "model.family=llama has no other variant"),
         ("decoder_block=gemma4", "does not have"),
         ("engram_layers=[1,4]", "engram"),
         ("use_multimodal=true", "text only"),

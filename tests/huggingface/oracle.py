@@ -176,7 +176,8 @@ def ahead(job: dict[str, Any]) -> None:
         return
     layers, count = (job["config"][n] for n in ("num_hidden_layers", "num_nextn_predict_layers"))
     # By default, the ignored keys contain the layer numbers of the published model.
-    for base in (transformers.DeepseekV3PreTrainedModel, transformers.Glm4MoePreTrainedModel):
+    for name in ("DeepseekV3", "DeepseekV32", "Glm4Moe", "GlmMoeDsa"):
+        base = getattr(transformers, f"{name}PreTrainedModel")
         base._keys_to_ignore_on_load_unexpected = [
             rf"model\.layers\.{number}\..*" for number in range(layers, layers + count)
         ]

@@ -404,6 +404,18 @@ def deepseek_v3(draw: random.Random) -> dict[str, Any]:
     return deepseek(draw) | {"norm_topk_prob": draw.random() < 0.5, "kv_lora_rank": 9}
 
 
+def sparse_attention(draw: random.Random) -> dict[str, Any]:
+    """Draw a model with an indexer. With several heads, few index scores are exactly 0, so that the
+    order of equal scores does not matter.
+    """
+    return deepseek_v3(draw) | {
+        "q_lora_rank": 11,
+        "index_topk": draw.choice((3, 7)),
+        "index_n_heads": draw.choice((8, 12)),
+        "index_head_dim": draw.choice((10, 16)),
+    }
+
+
 def partial_rope(draw: random.Random) -> dict[str, Any]:
     factor = draw.choice((0.5, 1.0))
     return {
@@ -437,6 +449,8 @@ def minimax_m2(draw: random.Random) -> dict[str, Any]:
     }
 
 
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
+"""Classes with sparse attention, which only the `xla` backend supports."""
 HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "olmo3", "granite", "phi3", "smollm3"}
 SCALED = (
     "smollm3",
@@ -468,7 +482,9 @@ CLASSES = {
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "deepseek_v32": (sparse_attention, "DeepseekV32Config", "DeepseekV32ForCausalLM"),
     "glm4_moe": (glm4_moe, "Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm_moe_dsa": (sparse_attention, "GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
     "minimax_m2": (minimax_m2, "MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
     "phi3": (phi3, "Phi3Config", "Phi3ForCausalLM"),
 }
@@ -601,7 +617,7 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
         config |= even(config)
     if kind in SCALED:
         config |= scaled(number + SCALED.index(kind), draw, config["head_dim"])
-    if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
+    if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3", *SPARSE):
         del config["head_dim"]
     if number >= CASES and kind in ALONE:
         config |= ALONE[kind][number - CASES]
@@ -704,6 +720,7 @@ def splash_case(kind: str) -> int:
 ATTENTION = [(name, "xla") for name in NAMES] + [
     (f"{kind}-{number}", backend)
     for kind in CLASSES
+    if kind not in SPARSE
     for number, backend in (
         ({"llama4": 8}.get(kind, 0), "blockwise"),
         ({"llama4": 8}.get(kind, 0), "blockwise in loops"),

@@ -37,6 +37,8 @@ JOBS: list[tuple[str, dict[str, Any], int]] = [
     ("deepseek_v3", count(2), 3),
     ("deepseek_v3", count(2, tied=True), 6),
     ("glm4_moe", count(1) | {"attention_bias": True, "use_qk_norm": True}, 0),
+    ("deepseek_v32", count(1), 0),
+    ("glm_moe_dsa", count(1), 0),
     ("qwen3_5", WHOLE, 0),
     ("qwen3_5_moe", WHOLE, 0),
 ]

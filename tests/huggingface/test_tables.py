@@ -774,6 +774,53 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 
+_SPARSE: dict[str, Any] = {
+    **{"attention_bias": False, "hidden_act": "silu", "index_head_dim": 128, "index_topk": 2048},
+    **{"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    **{"tie_word_embeddings": False, "qk_rope_head_dim": 64, "kv_lora_rank": 512},
+}
+PUBLISHED |= {
+    "deepseek-v3.2": {
+        **PUBLISHED["deepseek-v3"],
+        **_SPARSE,
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "index_n_heads": 64,
+        "model_type": "deepseek_v32",
+    },
+    "glm5-744b-a40b": {
+        **_SPARSE,
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "head_dim": 64,
+        "hidden_size": 6144,
+        "index_n_heads": 32,
+        "indexer_rope_interleave": True,
+        "intermediate_size": 12288,
+        "model_type": "glm_moe_dsa",
+        "moe_intermediate_size": 2048,
+        "n_group": 1,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 78,
+        "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 2048,
+        "qk_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-05,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "routed_scaling_factor": 2.5,
+        "topk_group": 1,
+        "v_head_dim": 256,
+        "vocab_size": 154880,
+    },
+}
+
 
 def model(name: str) -> ModelConfig:
     return load(
@@ -796,6 +843,8 @@ def test_published_configs_equal_bundled_models(name: str, tmp_path: Path) -> No
             "z_loss_weight",
             "capacity_factor",
             "expert_bias_update_rate",
+            "indexer_stage",
+            "indexer_loss_weight",
         )
         if key.rpartition(".")[2] in of_training:
             del wanted[key]
@@ -1035,6 +1084,16 @@ def test_minimax_rotary_dim_is_read_and_written(share: dict[str, Any], tmp_path:
     assert written["rotary_dim"] == int(maker.HEAD * written["partial_rotary_factor"]) == 4
 
 
+def test_mlp_layer_types_define_number_of_dense_layers(tmp_path: Path) -> None:
+    types = {"mlp_layer_types": ["dense"] * 5 + ["sparse"] * 56, "layer_types": [INDEXED] * 61}
+    found = config_values(tmp_path / "x", PUBLISHED["deepseek-v3.2"] | types)
+    assert found["deepseek_v32.num_dense_layers"] == 5
+    table, written = table_for(read_description(tmp_path / "x").config)
+    assert table.architecture == "DeepseekV32ForCausalLM"
+    assert written["mlp_layer_types"] == types["mlp_layer_types"]
+    assert written["first_k_dense_replace"] == 5
+
+
 def test_contradictions_of_llama4_layer_lists_are_reported(tmp_path: Path) -> None:
     content = PUBLISHED["llama4-scout-109b-a17b"]
     changes = {"no_rope_layer_interval": 3, "interleave_moe_layer_step": 2}
@@ -1046,8 +1105,23 @@ def test_contradictions_of_llama4_layer_lists_are_reported(tmp_path: Path) -> No
     assert "interleave_moe_layer_step = 2 differ: moe_layers is used" in found[0]
 
 
-CHUNKED = "chunked_attention"
+CHUNKED, INDEXED = "chunked_attention", "indexed_attention"
 UNSUPPORTED_VARIANTS: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek-v3.2", {"layer_types": [WHOLE] * 61}, "layer_types"),
+    ("deepseek-v3.2", {"layer_types": [INDEXED] * 60}, "layer_types"),
+    (
+        "deepseek-v3.2",
+        {"mlp_layer_types": ["dense", "sparse"] * 30 + ["sparse"]},
+        "mlp_layer_types",
+    ),
+    ("deepseek-v3.2", {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+    ("deepseek-v3.2", {"q_lora_rank": 0}, "q_lora_rank"),
+    ("deepseek-v3.2", {"index_head_dim": 62}, "index_head_dim"),
+    ("deepseek-v3.2", {"indexer_rope_interleave": True}, "indexer_rope_interleave"),
+    ("glm5-744b-a40b", {"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+    ("glm5-744b-a40b", {"indexer_types": ["full", "shared"] * 39}, "indexer_types"),
+    ("glm5-744b-a40b", {"index_topk_freq": 4}, "index_topk_freq"),
+    ("glm5-744b-a40b", {"index_topk_pattern": "FS" * 39}, "index_topk_pattern"),
     ("olmo3-7b", {"layer_types": [WHOLE] + [LOCAL] * 31}, "layer_types"),
     ("olmo3-7b", {"attention_bias": True}, "attention_bias"),
     ("olmo3-7b", {"sliding_window": 0}, "sliding_window"),

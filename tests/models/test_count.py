@@ -77,6 +77,9 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("deepseek-v2", 235_741_434_880),
         # Published as 671B; its folder has 685B, with copies of both tables in the last layer.
         ("deepseek-v3", 671_026_419_200 + 11_610_068_224),
+        # DeepSeek-V3 with an indexer in each layer.
+        ("deepseek-v3.2", 671_026_419_200 + 11_610_068_224 + 62 * 13_959_424),
+        ("glm5-744b-a40b", 753_864_139_008),  # published as 754B
         ("llama3-1b", 1_235_814_400),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),

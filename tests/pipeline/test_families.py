@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from maxpipe.models.deepseek import DeepseekConfig
+from maxpipe.models.deepseek_v32 import DeepseekV32Config
 from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.gemma4 import Gemma4Config
 from maxpipe.models.glm4_moe import Glm4MoeConfig
+from maxpipe.models.glm_moe_dsa import GlmMoeDsaConfig
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.granite import GraniteConfig
 from maxpipe.models.llama4 import Llama4Config
@@ -91,6 +93,13 @@ V3 = DeepseekConfig(
     routed_scaling_factor=2.5,
     expert_bias=True,
 )
+SPARSE: dict[str, Any] = {
+    **{field.name: getattr(V3, field.name) for field in fields(V3)},
+    **{"index_topk": 3, "num_index_heads": 4, "index_head_dim": 6, "indexer_loss_weight": 0.7},
+}
+V32 = DeepseekV32Config(**SPARSE)
+WARM_UP = replace(V32, indexer_stage="dense")
+GLM5 = GlmMoeDsaConfig(**SPARSE | {"rope_factor": 1.0})
 V2 = replace(V3, q_lora_rank=0, score_func="softmax", group_scores="max", expert_bias=False)
 MISTRAL = MistralConfig(sliding_window=3)
 QWEN2 = Qwen2Config(rope_factor=4.0, original_max_position_embeddings=64)
@@ -263,6 +272,10 @@ CASES = [
     Case(2, 3, 4, own=GROUPED, layers=7, gather="window", fsdp=2, idle="compute", tied=True),
     Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
     Case(2, 2, 3, own=V3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 2, 3, own=V32, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(4, 1, 5, own=V32, layers=6, schedule="zb_h1", remat="none", data=2, ahead=1, form="layer"),
+    Case(2, 1, 3, own=WARM_UP, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
+    Case(3, 2, 4, own=GLM5, layers=8, outside=2, remat="chunk", idle="compute", dropout=0.3),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),
@@ -296,7 +309,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", keeping(CASES, 11, 30), ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 11, 23, 34), ids=str)
 def test_model_families_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
@@ -357,6 +370,9 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GEMMA2, "tied": True},
     {"own": V3},
     {"own": V2},
+    {"own": V32},
+    {"own": WARM_UP},
+    {"own": GLM5},
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from maxpipe.config.load import from_dict, to_dict
 from maxpipe.config.schema import Config
 from maxpipe.models.count import QUERY_BLOCK
 from maxpipe.models.layers.attention import Attention, Rope
+from maxpipe.models.layers.indexer import INDEX_TOPK, LOSS, Indexer
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Part
@@ -421,6 +423,10 @@ def measured(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> tuple
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
     inputs["tokens"] = ids
+    seeds = {}
+    if LOSS in sizes.model.losses:
+        inputs["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        seeds = {LOSS: jnp.float32(1)}
     key = jax.random.key(0) if config.model.dropout else None
     drawn = jax.eval_shape(partial(decoder.init_layers, kind), jax.random.key(0), jnp.arange(1))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], dtype), drawn)
@@ -431,7 +437,7 @@ def measured(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> tuple
         layer, keep = decoder.layer(kind), make_remat_policy(config.pipeline, config.model)
         found.append(differentiate_layer(layer, keep, *given, halves=True))
 
-    jax.eval_shape(trace, weights, x, LayerConstants(inputs, jnp.int32(0), key, {}))
+    jax.eval_shape(trace, weights, x, LayerConstants(inputs, jnp.int32(0), key, seeds))
 
     def size(arrays: Any) -> int:
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
@@ -529,6 +535,38 @@ def test_latent_attention_saves_declared_activations(
     for module in (decoder_module, sizes_module):
         monkeypatch.setattr(
             module, "describe", lambda config: with_attention(describe(config), part)
+        )
+    check_saved_bytes(changes, remat, tokens)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize(
+    ("stage", "weight", "tokens", "changes"),
+    [
+        ("sparse", 0.7, 7, {}),
+        ("sparse", 0.7, 7, {"compute_dtype": "float32"}),
+        ("sparse", 0.7, 3 * QUERY_BLOCK, {}),
+        ("sparse", 0.0, 7, {}),
+        ("dense", 0.7, 7, {}),
+    ],
+)
+def test_sparse_attention_saves_declared_activations(
+    stage: Any,
+    weight: float,
+    tokens: int,
+    changes: dict[str, Any],
+    remat: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    indexer = Indexer(20, 11, 5, 13, 4, False, 3, stage, weight)
+    rope = Rope(1e4, rotary_dims=4)
+    part = LatentAttention(20, 3, 12, 14, 9, 11, 1.0, "xla", rope, 0.3, 1e-6, indexer)
+    values = {INDEX_TOPK: (3.0,) * MODEL["num_layers"]}
+    for module in (decoder_module, sizes_module):
+        monkeypatch.setattr(
+            module,
+            "describe",
+            lambda config: replace(with_attention(describe(config), part), values=values),
         )
     check_saved_bytes(changes, remat, tokens)
 

@@ -345,7 +345,7 @@ def _remat(c: Conversion) -> None:
     elif policy in _REMAT:
         c.write("pipeline.remat", "names", theirs)
         names = list(_REMAT[policy])
-        if c.settings["model.family"].value in ("deepseek", "qwen3_next"):
+        if c.settings["model.family"].value in ("deepseek", "deepseek_v32", "qwen3_next"):
             names = [name for name in names if name in ("matmuls", "attention", "mlp")] or [
                 "matmuls"
             ]

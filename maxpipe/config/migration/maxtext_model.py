@@ -16,7 +16,6 @@ _REQUIRED: Mapping[str, tuple[Any, str]] = {
     "use_multimodal": (False, "models support text only."),
     "use_audio": (False, "models support text only."),
     "use_mrope": (False, "multimodal RoPE is not supported."),
-    "use_indexer": (False, "DeepSeek sparse attention is not supported."),
     "mhc_expansion_rate": (1, "hyper-connections are not supported."),
     "engram_layers": ([], "engram layers are not supported."),
     "moba": (False, "mixture of block attention is not supported."),
@@ -63,6 +62,7 @@ def _sizes(c: Conversion, family: str, activation: list[str] = _SILU, **fixed: A
         **{"mlp_bias": False, "use_qk_norm": False, "attn_logits_soft_cap": 0.0},
         **{"final_logits_soft_cap": 0.0, "use_post_attn_norm": False, "use_post_ffw_norm": False},
         **{"num_experts": 1, "partial_rotary_factor": 1.0, "mlp_activations_limit": -1.0},
+        "use_indexer": False,
         "mlp_activations": activation,
         **fixed,
     }
@@ -262,8 +262,11 @@ def _gpt_oss(c: Conversion, model_name: str) -> None:
 
 
 def _deepseek(c: Conversion, model_name: str) -> None:
-    _sizes(c, "deepseek", attention_type="mla", num_experts=None)
-    section, layers = "model.deepseek", c["base_num_decoder_layers"]
+    family = "deepseek_v32" if c["use_indexer"] else "deepseek"
+    _sizes(c, family, attention_type="mla", num_experts=None, use_indexer=None)
+    section, layers = f"model.{family}", c["base_num_decoder_layers"]
+    if c["use_indexer"]:
+        _indexer(c, section)
     theirs = ("qk_nope_head_dim", "qk_rope_head_dim")
     c.write("model.head_dim", sum(c[key] for key in theirs), *theirs)
     same = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
@@ -295,6 +298,24 @@ def _deepseek(c: Conversion, model_name: str) -> None:
             c.reject(lengths[0], rule, "Set rope_factor=1 for a context that is not extended.")
         for ours in ("mscale", "mscale_all_dim"):
             c.write(f"{section}.{ours}", float(c["mscale"]), "mscale", *lengths)
+
+
+def _indexer(c: Conversion, section: str) -> None:
+    """Write the keys of sparse attention. MaxText trains the indexer only if its loss has a
+    weight.
+    """
+    why = f"{section} selects exactly the keys with the largest scores."
+    c.require("indexer_use_approx_top_k", (False,), why)
+    for ours, theirs in {
+        "index_topk": "indexer_topk",
+        "num_index_heads": "indexer_n_heads",
+        "index_head_dim": "indexer_head_dim",
+        "indexer_loss_weight": "indexer_loss_scaling_factor",
+    }.items():
+        c.write(f"{section}.{ours}", c[theirs], theirs)
+    theirs = ("indexer_sparse_training", "indexer_loss_scaling_factor")
+    is_dense = c[theirs[1]] > 0 and not c[theirs[0]]
+    c.write(f"{section}.indexer_stage", "dense" if is_dense else "sparse", *theirs)
 
 
 _FAMILIES: Mapping[str, Callable[[Conversion, str], None]] = {

@@ -24,6 +24,7 @@ from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, has_experts, layer
 from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import Bound
 from maxpipe.models.layers.gated_delta import GatedDelta
+from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Param
 from maxpipe.parallel.axes import (
@@ -109,6 +110,14 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
             key,
             f"must be 1 with {FAMILY} = {config.model.family}: its linear attention needs all "
             "tokens of a sequence on one device.",
+            f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
+        )
+    if any(isinstance(part, LatentAttention) and part.indexer for part in layer_parts(config)):
+        yield RuleViolation(
+            Code.MESH_UNSUPPORTED,
+            key,
+            f"must be 1 with {FAMILY} = {config.model.family}: its indexer needs all tokens of a "
+            "sequence on one device.",
             f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
         )
     if config.model.mtp_heads:

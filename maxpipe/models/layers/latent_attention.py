@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from maxpipe.models.layers.attention import CANNOT, Rope, kept_with_context, score_storage
+from maxpipe.models.layers.indexer import INDEX_TOPK, LOSS, Indexer
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Scores
+from maxpipe.models.spec import (
+    NOTHING,
+    Dims,
+    Held,
+    Matmul,
+    Normal,
+    Operation,
+    Param,
+    Part,
+    Scores,
+    Summary,
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +54,35 @@ class LatentAttention(Part):
     """Factor by which the attention scores are multiplied."""
     epsilon: float
     """Epsilon of the RMSNorms on the latents."""
+    indexer: Indexer | None = None
+    """Indexer that selects the keys of each query token. None for attention to all keys."""
+
+    metrics: ClassVar[Mapping[str, Summary]] = {
+        "attention/indexer_loss": Summary(
+            LOSS,
+            "mean",
+            "nats",
+            "Divergence of the indexer's distribution over keys from the mean attention "
+            "distribution of all heads, before multiplication by its coefficient, averaged over "
+            "layers.",
+        )
+    }
+
+    @property
+    def losses(self) -> Mapping[str, float]:
+        """Return the coefficient of the indexer's loss."""
+        weight = 0.0 if self.indexer is None else self.indexer.loss_weight
+        return {LOSS: weight} if weight else {}
+
+    @property
+    def is_sparse(self) -> bool:
+        """Return whether query tokens attend only to selected keys."""
+        return self.indexer is not None and self.indexer.is_sparse
 
     @property
     def options(self) -> frozenset[str]:
         """Return the enabled options that some backends do not support."""
-        return frozenset({"value_size"})
+        return frozenset({"value_size", *((INDEX_TOPK,) if self.is_sparse else ())})
 
     @property
     def unsupported(self) -> frozenset[str]:
@@ -97,6 +134,7 @@ class LatentAttention(Part):
             "key_value_norm": self.norm.params["scale"],
             "key_value_up": Param((rank, heads, both), Normal(self.rank), linear=1),
             "out": Param((heads, self._value[1], embed), Normal(out_of, self.out_gain), linear=2),
+            **({} if self.indexer is None else self.indexer.params),
         }
 
     @property
@@ -126,6 +164,7 @@ class LatentAttention(Part):
             "latent": self._latent,
             "key": self._query,
             "value": self._value,
+            **({} if self.indexer is None else self.indexer.activations),
             "context": self._value,
             "attention_out": self._width,
         }
@@ -143,13 +182,16 @@ class LatentAttention(Part):
             self.num_heads,
             "heads",
             mean,
+            INDEX_TOPK if self.is_sparse else "",
             storage=score_storage(self.backend),
             query=self._query,
             keys=(self._query, self._value),
             mixed=self._value,
         )
-        weights = [name for name in self.params if not name.endswith("norm") and name != "out"]
-        return *map(Matmul, weights), scores, Matmul("out")
+        selecting = () if self.indexer is None else self.indexer.operations
+        outside = ("norm", "out", *(() if self.indexer is None else self.indexer.params))
+        weights = [name for name in self.params if not name.endswith(outside)]
+        return *map(Matmul, weights), *selecting, scores, Matmul("out")
 
     @property
     def traffic(self) -> Held:
@@ -158,7 +200,8 @@ class LatentAttention(Part):
         """
         latents = tuple((4.0, dims) for _, dims in self._normed)
         mixed = ((1.0, self._query), (1.0, self._value))
-        return Held(compute_dtype=((2.0, self._width), *latents, *mixed))
+        held = Held(compute_dtype=((2.0, self._width), *latents, *mixed))
+        return held if self.indexer is None else held + self.indexer.traffic
 
     @property
     def backward_peak(self) -> Held:
@@ -167,9 +210,10 @@ class LatentAttention(Part):
         Blockwise attention adds block-ordered copies of the attention inputs. Kernels that need a
         dense mask add gradient arrays for each packed document.
         """
+        held = NOTHING if self.indexer is None else self.indexer.backward_peak
         if score_storage(self.backend) == "mask":
-            return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
-        held = Held(pairs=(1.0, 1.0, 0.0))
+            return held + Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
+        held += Held(pairs=(1.0, 1.0, 0.0))
         if score_storage(self.backend) == "block":
             narrow = ((1.5, self._query), (1.5, self._value))
             held += Held(compute_dtype=narrow, float32=((1.0, self._value),))
@@ -194,7 +238,7 @@ class LatentAttention(Part):
             held = Held(compute_dtype=(*narrow, *keys), float32=(turned, (1.0, heads)))
         for norm, dims in self._normed:
             held += norm.residuals_of((), dims) + Held(compute_dtype=((1.0, dims),))
-        return held
+        return held if self.indexer is None else held + self.indexer.residuals
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of the projections, the cotangents of their outputs, and the arrays
@@ -210,7 +254,7 @@ class LatentAttention(Part):
             # If `recomputed` is set, the input of each norm is counted instead of its output.
             held += norm.deferred_of((), dims, recomputed=recomputed)
             held += Held(compute_dtype=((2.0, dims),))
-        return held
+        return held if self.indexer is None else held + self.indexer.deferred(recomputed=recomputed)
 
     @property
     def _normed(self) -> tuple[tuple[RMSNorm, Dims], ...]:

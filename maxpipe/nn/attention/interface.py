@@ -62,6 +62,8 @@ class Mask:
     shared_dims: int = 0
     """Number of dims at the end of each key that are equal in all heads. Kernels can read them
     once."""
+    selected: Bool[Array, "B T S"] | None = None
+    """Keys that each query token can attend to. If None, it can attend to all keys."""
 
     @property
     def has_places(self) -> bool:
@@ -81,6 +83,8 @@ class Mask:
         """
         key_segments = self.segments if self.key_segments is None else self.key_segments
         seen = self.segments[:, None, start:stop, None] == key_segments[:, None, None, :keys]
+        if self.selected is not None:
+            seen &= self.selected[:, None, start:stop, :keys]
         if not causal and isinstance(self.window, int) and not self.window:
             return seen
         if self.positions is None or self.key_positions is None:
