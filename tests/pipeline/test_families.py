@@ -99,7 +99,7 @@ SPARSE: dict[str, Any] = {
 }
 V32 = DeepseekV32Config(**SPARSE)
 WARM_UP = replace(V32, indexer_stage="dense")
-GLM5 = GlmMoeDsaConfig(**SPARSE | {"rope_factor": 1.0})
+GLM5 = GlmMoeDsaConfig(**{**SPARSE, "rope_factor": 1.0})
 V2 = replace(V3, q_lora_rank=0, score_func="softmax", group_scores="max", expert_bias=False)
 MISTRAL = MistralConfig(sliding_window=3)
 QWEN2 = Qwen2Config(rope_factor=4.0, original_max_position_embeddings=64)
