@@ -23,8 +23,8 @@ from maxpipe.config.rules import (
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, has_experts, layer_parts
 from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import Bound
-from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.latent_attention import LatentAttention
+from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Param
 from maxpipe.parallel.axes import (
@@ -104,7 +104,7 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
     if (axis_size(config.mesh, "context") or 1) == 1:
         return
     key = next(key for key in axis_keys("context") if value_of(config, key) != 1)
-    if any(isinstance(part, GatedDelta) for part in layer_parts(config)):
+    if any(isinstance(part, Recurrent) for part in layer_parts(config)):
         yield RuleViolation(
             Code.MESH_UNSUPPORTED,
             key,

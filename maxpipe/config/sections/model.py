@@ -34,8 +34,8 @@ from maxpipe.models.config import (
 from maxpipe.models.family import Family
 from maxpipe.models.layers.attention import Attention
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.latent_attention import LatentAttention
+from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.models.param_names import declared, suggestions, trained, without_match
 from maxpipe.models.registry import FAMILIES, describe
 from maxpipe.models.resolve_auto import has_ring
@@ -224,8 +224,8 @@ def has_sequential_layers(config: Config) -> bool:
 
     Such sublayers need all tokens of a sequence on the same device.
     """
-    delta = any(isinstance(part, GatedDelta) for part in layer_parts(config))
-    return delta or bool(config.model.mtp_heads)
+    recurrent = any(isinstance(part, Recurrent) for part in layer_parts(config))
+    return recurrent or bool(config.model.mtp_heads)
 
 
 RING_KEYS = (

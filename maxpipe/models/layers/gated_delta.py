@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maxpipe.models.layers.mlp import RMSNorm
+from maxpipe.models.layers.recurrent import Recurrent, decay_rates, time_steps
 from maxpipe.models.spec import (
     Dims,
     Entries,
@@ -15,19 +16,12 @@ from maxpipe.models.spec import (
     Normal,
     Operation,
     Param,
-    Part,
     Products,
 )
 
-# The gates are initialized as in Mamba 2 (arXiv:2405.21060). The decay rate of a head is the
-# product of a rate of at most `_FASTEST` and a time step between `_SHORTEST` and `_LONGEST`.
-_FASTEST = 16.0
-_SHORTEST, _LONGEST = 1e-3, 1e-1
-_GOLDEN = (5**0.5 - 1) / 2
-
 
 @dataclass(frozen=True)
-class GatedDelta(Part):
+class GatedDelta(Recurrent):
     """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next and Qwen3.5.
 
     Each value head has a state `S [dk, dv]`. A query reads from the state. A key corrects the state
@@ -67,6 +61,11 @@ class GatedDelta(Part):
         return 2 * self.key_size + self.group * self.value_size
 
     @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Return the shape of the recurrent state of one sequence."""
+        return (self.num_key_heads, self.group, self.key_size, self.value_size)
+
+    @property
     def sources(self) -> Mapping[str, tuple[str, ...]]:
         """Return the names of the matrices that compute each projection.
 
@@ -97,8 +96,8 @@ class GatedDelta(Part):
             "conv_query": kernel(*self._key),
             "conv_key": kernel(*self._key),
             "conv_value": kernel(*self._value),
-            "decay": Param((heads,), Entries(_rates(self.num_value_heads)), decays=False),
-            "decay_bias": Param((heads,), Entries(_times(self.num_value_heads)), decays=False),
+            "decay": Param((heads,), Entries(decay_rates(self.num_value_heads)), decays=False),
+            "decay_bias": Param((heads,), Entries(time_steps(self.num_value_heads)), decays=False),
             "norm": self.norm.params["scale"],
             "out": Param((heads, size, embed), Normal(out_of, self.out_gain), linear=2),
         }
@@ -203,19 +202,3 @@ class GatedDelta(Part):
     @property
     def _pairs(self) -> Dims:
         return ((self.num_value_heads, "heads"), (self.chunk, ""))
-
-
-def _rates(heads: int) -> tuple[float, ...]:
-    """Return the logarithms of evenly spaced decay rates, one per head."""
-    return tuple(math.log(_FASTEST * (number + 0.5) / heads) for number in range(heads))
-
-
-def _times(heads: int) -> tuple[float, ...]:
-    """Return the inverse softplus of logarithmically spaced time steps.
-
-    The spacing uses multiples of the golden ratio, so that time steps and decay rates are ordered
-    differently.
-    """
-    span = math.log(_LONGEST / _SHORTEST)
-    steps = (_SHORTEST * math.exp(span * (number * _GOLDEN % 1)) for number in range(heads))
-    return tuple(step + math.log(-math.expm1(-step)) for step in steps)

@@ -1,0 +1,194 @@
+"""Mamba-2: a linear recurrence whose state decays by an amount that depends on the token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from maxpipe.models.layers.mlp import RMSNorm
+from maxpipe.models.layers.recurrent import Recurrent, decay_rates, time_steps
+from maxpipe.models.spec import (
+    Constant,
+    Dims,
+    Entries,
+    Held,
+    Matmul,
+    Normal,
+    Operation,
+    Param,
+    Products,
+)
+
+
+@dataclass(frozen=True)
+class Mamba2(Recurrent):
+    """State-space layer of Mamba-2 (arXiv:2405.21060), as in Granite 4 and Nemotron-H.
+
+    Each head has a state `S [dk, dv]`, where dk is `state_size` and dv is `head_dim`. With keys k
+    and queries q, which the heads of a group share, values v and a time step t > 0 for each head:
+    `S = exp(-t r) S + t k v'` and `o = S' q + d v`, where r and d are parameters of the head. Keys,
+    queries and values pass through a short convolution over tokens. The output is multiplied by a
+    gate and normalized over the heads of a group.
+    """
+
+    d_model: int
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Number of groups of heads with common keys and queries."""
+    state_size: int
+    """Dimension of keys and queries."""
+    kernel: int
+    """Width of the convolution in tokens, including the current token."""
+    conv_bias: bool
+    """Whether the convolution has a bias for each channel."""
+    norm: RMSNorm
+    """Norm of the gated output. Its statistics cover the heads of one group."""
+    out_gain: float
+    """Gain of the output projection, which writes to the residual stream."""
+    chunk: int = 256
+    """Number of tokens per chunk, a power of two."""
+
+    @property
+    def group(self) -> int:
+        """Return the number of heads per group."""
+        return self.num_heads // self.num_groups
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Return the shape of the recurrent state of one sequence."""
+        return (self.num_groups, self.group, self.state_size, self.head_dim)
+
+    @property
+    def params(self) -> Mapping[str, Param]:
+        """Return the projections, convolutions, the parameters of each head, and the norm."""
+        embed, taps = (self.d_model, "embed"), (self.kernel, "")
+        into, heads = Normal(self.d_model), self._heads
+        matrices = {"gate": self._value, "value": self._value}
+        matrices |= {"key": self._key, "query": self._key, "time_step": heads}
+        convolved = {"value": self._value, "key": self._key, "query": self._key}
+        biases = {
+            f"conv_{name}_bias": Param(dims, Constant(0.0), decays=False)
+            for name, dims in convolved.items()
+            if self.conv_bias
+        }
+        count = self.num_heads
+        return {
+            **{name: Param((embed, *dims), into, linear=1) for name, dims in matrices.items()},
+            **{
+                f"conv_{name}": Param((*dims, taps), Normal(self.kernel))
+                for name, dims in convolved.items()
+            },
+            **biases,
+            "decay": Param(heads, Entries(decay_rates(count)), decays=False),
+            "time_step_bias": Param(heads, Entries(time_steps(count)), decays=False),
+            "skip": Param(heads, Constant(1.0), decays=False),
+            "norm": Param(self._value, Constant(1.0), decays=False),
+            "out": Param(
+                (*self._value, embed),
+                Normal(self.num_heads * self.head_dim, self.out_gain),
+                linear=2,
+            ),
+        }
+
+    @property
+    def activations(self) -> Mapping[str, Dims]:
+        """Return the projections, the output projection's input, and the output."""
+        return {
+            "gate_value": self._gate_value,
+            "key_query": self._key_query,
+            "time_step": self._heads,
+            "state_read": self._value,
+            "mamba_out": self._width,
+        }
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Return the projections, the convolutions, the matmuls with the state, and the matmuls
+        within chunks.
+
+        The model FLOPs are those of the recurrence: writing and reading the state.
+        """
+        needed = 2.0 * self.state_size * self.head_dim
+        # Within a chunk, scores of all pairs of tokens (once per group) multiply the values.
+        inside = self.chunk * (self.state_size / self.group + self.head_dim)
+        products = Products(self.num_heads, "heads", needed, needed + inside)
+        *projections, out = map(Matmul, self._projections)
+        kernels = (Matmul(f"conv_{name}") for name in ("value", "key", "query"))
+        return *projections, *kernels, products, out
+
+    @property
+    def traffic(self) -> Held:
+        """Return the input, the output, the projections, and the values read from the state."""
+        narrow = ((2.0, self._width), (2.0, self._gate_value), (2.0, self._key_query))
+        return Held(compute_dtype=(*narrow, (2.0, self._value)))
+
+    @property
+    def backward_peak(self) -> Held:
+        """Return the chunk arrays and their gradients, per token and per token pair, and the
+        recurrent states.
+        """
+        wide = ((6.0, self._value), (6.0, self._pairs), (1.0 / self.chunk, self._state))
+        narrow = ((2.0, self._gate_value), (2.0, self._key_query))
+        return Held(compute_dtype=narrow, float32=wide)
+
+    @property
+    def residuals(self) -> Held:
+        """Return the inputs of all matmuls, and the float32 state before each chunk."""
+        return Held(
+            compute_dtype=((1.0, self._width), *self._projected, (1.0, self._value)),
+            float32=((1.0 / self.chunk, self._state),),
+        )
+
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
+        """Return the inputs of the projections, the cotangents of their outputs, and the gradients
+        of the other parameters.
+        """
+        del normed
+        width = (1.0 if recomputed else 2.0, self._width)
+        others = {name: each for name, each in self.params.items() if name not in self._projections}
+        return Held(
+            compute_dtype=(width, *self._projected, (1.0, self._value)),
+            token_independent=tuple(param.dims for param in others.values()),
+        )
+
+    @property
+    def _projections(self) -> tuple[str, ...]:
+        return ("gate", "value", "key", "query", "time_step", "out")
+
+    @property
+    def _projected(self) -> tuple[tuple[float, Dims], ...]:
+        return (1.0, self._gate_value), (1.0, self._key_query), (1.0, self._heads)
+
+    @property
+    def _width(self) -> Dims:
+        return ((self.d_model, "embed"),)
+
+    @property
+    def _heads(self) -> Dims:
+        return ((self.num_heads, "heads"),)
+
+    @property
+    def _value(self) -> Dims:
+        return (*self._heads, (self.head_dim, "head_dim"))
+
+    @property
+    def _gate_value(self) -> Dims:
+        return (*self._heads, (2 * self.head_dim, "head_dim"))
+
+    @property
+    def _key(self) -> Dims:
+        # All devices of the tensor axis compute the keys, because there may be a single group.
+        return ((self.num_groups, ""), (self.state_size, ""))
+
+    @property
+    def _key_query(self) -> Dims:
+        return ((self.num_groups, ""), (2 * self.state_size, ""))
+
+    @property
+    def _state(self) -> Dims:
+        return (*self._value, (self.state_size, ""))
+
+    @property
+    def _pairs(self) -> Dims:
+        return (*self._heads, (self.chunk, ""))

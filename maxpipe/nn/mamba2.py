@@ -1,0 +1,182 @@
+"""Mamba-2 over packed sequences (arXiv:2405.21060).
+
+The tokens of a chunk are processed with matmuls, and `chunked_scan` passes the recurrent state from
+chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Float, Int
+
+from maxpipe.models.layers import mamba2
+from maxpipe.nn.chunked_scan import (
+    RecurrentCache,
+    Weights,
+    cache_of,
+    causal_convolution,
+    cut,
+    decay_in_chunks,
+    empty_cache,
+    scan_chunks,
+)
+from maxpipe.nn.module import LayerContext, Output, SpecModule
+from maxpipe.parallel.sharding import AxisRules, constrain
+
+_CONVOLVED = ("value", "key", "query")
+
+
+class Chunk(NamedTuple):
+    """Float32 arrays of a chunk. Entries for pairs of tokens from different documents are 0."""
+
+    query: Float[Array, "B K C dk"]
+    key: Float[Array, "B K C dk"]
+    value: Float[Array, "B K r C dv"]
+    """Values multiplied by their time steps and by their decay until the end of the chunk."""
+    since: Float[Array, "B K r C"]
+    """Decay from the start of the chunk to each token."""
+    keep: Float[Array, "B K r"]
+    """Factor by which the state decays over the chunk."""
+    inside: Float[Array, "B K r C dv"]
+    """Part of the output that does not depend on the state."""
+    gate: Float[Array, "B K r C dv"]
+    """Output gate, in the compute dtype."""
+
+
+class Mamba2(SpecModule):
+    """State-space layer with a state of constant size."""
+
+    out: nnx.Param
+
+    def __init__(self, part: mamba2.Mamba2, rules: AxisRules):
+        super().__init__(part)
+        self.part, self.rules = part, rules
+
+    def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
+        """Apply the recurrence within document segments. Each segment must be contiguous."""
+        part, rules, dtype = self.part, self.rules, x.dtype
+        split = context.split(rules)
+        x = split.gather_tokens(x)
+
+        def project(*names: str) -> Array:
+            found = [
+                split.unsharded_matmul(x, getattr(self, name)[...].astype(dtype)) for name in names
+            ]
+            return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+
+        heads = (None, None, "heads", None)
+        inner = checkpoint_name(constrain(project("gate", "value"), heads, rules), "gate_value")
+        shared = checkpoint_name(project("key", "query"), "key_query")
+        step = checkpoint_name(constrain(project("time_step"), heads[:3], rules), "time_step")
+        mixed = _mixed(part, inner, shared)
+        before = cache_of(context, mixed, part.kernel - 1, part.state_shape)
+        segments = context.inputs["segment_ids"]
+        weights = {
+            name: getattr(self, name)[...] for name in part.params if name not in _PROJECTIONS
+        }
+        inputs = (inner, shared, step)
+        results: Any = scan_chunks(_StateSpace(part), weights, inputs, segments, before)
+        read, state = results
+        read = checkpoint_name(constrain(read, heads, rules), "state_read")
+        out = split.reduce_scatter_tokens(
+            split.unsharded_matmul(read, self.out[...].astype(dtype), 2)
+        )
+        cache = None if context.cache is None else before.append(mixed, segments, state)
+        return Output(checkpoint_name(out, "mamba_out"), cache=cache)
+
+    @staticmethod
+    def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
+        """Return an empty cache, whose size does not depend on `tokens`."""
+        del tokens
+        value = jnp.zeros((rows, 0, part.num_heads, part.head_dim), dtype)
+        key = jnp.zeros((rows, 0, part.num_groups, part.state_size), dtype)
+        return empty_cache((value, key, key), part.kernel - 1, part.state_shape)
+
+    @staticmethod
+    def cache_axes(part: Any) -> Any:
+        """Return the logical axes of each `RecurrentCache` array."""
+        del part
+        value, key = ("batch", None, "heads", None), ("batch", None, None, None)
+        state = ("batch", None, "heads", None, None)
+        return RecurrentCache((value, key, key), ("batch", None), state)  # type: ignore[arg-type]
+
+
+_PROJECTIONS = ("gate", "value", "key", "query", "time_step", "out")
+
+
+def _mixed(
+    part: mamba2.Mamba2, inner: Float[Array, "B T H E"], shared: Float[Array, "B T K e"]
+) -> tuple[Array, Array, Array]:
+    """Return the inputs of the convolution: values, keys and queries."""
+    key, query = jnp.split(shared, 2, axis=-1)
+    return inner[..., part.head_dim :], key, query
+
+
+@dataclass(frozen=True)
+class _StateSpace:
+    """The recurrence of Mamba-2. Its inputs are gates with values, keys with queries, and time
+    steps.
+    """
+
+    part: mamba2.Mamba2
+    step_weights: ClassVar[tuple[str, ...]] = ("norm",)
+
+    def chunk_size(self, tokens: int) -> int:
+        return min(self.part.chunk, 1 << (tokens - 1).bit_length())
+
+    def step(
+        self, weights: Weights, state: Float[Array, "B K r dk dv"], chunk: Chunk
+    ) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
+        """Return the state at the end of a chunk, and the chunk's gated and normalized output."""
+        read = jnp.einsum("bkcd,bkrdv->bkrcv", chunk.query, state)
+        read = read * chunk.since[..., None] + chunk.inside
+        written = jnp.einsum("bkcd,bkrcv->bkrdv", chunk.key, chunk.value)
+        state = chunk.keep[..., None, None] * state + written
+        read = read * jax.nn.silu(chunk.gate.astype(jnp.float32))
+        # The mean covers all heads of a group.
+        square = jnp.mean(jnp.square(read), axis=(2, 4), keepdims=True)
+        scale = weights["norm"].astype(jnp.float32)
+        scale = scale.reshape(self.part.num_groups, self.part.group, 1, self.part.head_dim)
+        read = read * lax.rsqrt(square + self.part.norm.epsilon) * scale
+        return state, read.astype(chunk.gate.dtype)
+
+    def chunks(
+        self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
+    ) -> Chunk:
+        """Return all chunks of the sequences."""
+        part, (inner, shared, time_step) = self.part, inputs
+        size = self.chunk_size(inner.shape[1])
+        rows, of = before.prepend_tail(_mixed(part, inner, shared), segments)
+        value, key, query = (
+            causal_convolution(
+                weights[f"conv_{name}"], weights.get(f"conv_{name}_bias"), row, of, segments
+            )
+            for name, row in zip(_CONVOLVED, rows, strict=True)
+        )
+        grouped = (*segments.shape, part.num_groups, part.group)
+        bias, rate, skip = (
+            weights[name].astype(jnp.float32) for name in ("time_step_bias", "decay", "skip")
+        )
+        time_step = jax.nn.softplus(time_step.astype(jnp.float32) + bias)
+        forget = (-jnp.exp(rate) * time_step).reshape(grouped)
+        decay = decay_in_chunks(forget, segments, before, size)
+        key, query = cut(key, size), cut(query, size)
+        written = cut((value * time_step[..., None]).reshape(*grouped, -1), size)
+        scores = jnp.einsum("nbkcd,nbked->nbkce", query, key)[:, :, :, None] * decay.between
+        kept = cut((value * skip[:, None]).reshape(*grouped, -1), size)
+        return Chunk(
+            query=query,
+            key=key,
+            value=written * decay.until[..., None],
+            since=decay.since,
+            keep=decay.over_chunk,
+            inside=scores @ written + kept,
+            gate=cut(inner[..., : part.head_dim].reshape(*grouped, -1), size),
+        )
