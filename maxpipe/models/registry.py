@@ -21,6 +21,7 @@ from maxpipe.models import (
     glm_moe_dsa,
     gpt_oss,
     granite,
+    granite4,
     llama,
     llama4,
     minimax_m2,
@@ -48,13 +49,13 @@ FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
         *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, olmo3),
-        *(granite, smollm3, moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
+        *(granite, granite4, smollm3, moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
         *(deepseek, deepseek_v32, glm4_moe, glm_moe_dsa, minimax_m2, llama4),
     )
 }
 
 PLUGIN_MODULES: dict[type[Part], Any] = {}
-"""Module class that implements each sublayer class from a plug-in. `maxpipe.nn.decoder` lists the
+"""Module class that implements each sublayer class from a plug-in. `maxpipe.nn.block` lists the
 module classes of all other sublayers."""
 
 

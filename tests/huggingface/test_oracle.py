@@ -349,6 +349,27 @@ def granite(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def granite4(draw: random.Random) -> dict[str, Any]:
+    heads = draw.choice((2, 4))
+    kinds = ("mamba", "attention")
+    rotates = draw.random() < 0.3
+    return granite(draw) | {
+        "rope_parameters": default_rope(draw) if rotates else None,
+        "position_embedding_type": "rope" if rotates else None,
+        "layer_types": [kinds[draw.random() < 0.4] for _ in range(7)],
+        "mamba_n_heads": heads,
+        "mamba_expand": draw.choice((1, 2)) * heads,
+        "mamba_n_groups": draw.choice((1, heads)),
+        "mamba_d_state": draw.choice((5, 8)),
+        "mamba_d_conv": draw.choice((2, 3, 4)),
+        "mamba_conv_bias": draw.random() < 0.7,
+        "mamba_chunk_size": draw.choice((4, 8)),
+        "num_local_experts": draw.choice((0, 3, 5)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "shared_intermediate_size": draw.randrange(13, 41, 2),
+    }
+
+
 def phi3(draw: random.Random) -> dict[str, Any]:
     ids = {"pad_token_id": 0, "eos_token_id": 1}  # the defaults exceed these vocabularies
     window, turned = draw.choice((None, 5)), draw.choice((1.0, 0.75, 0.5))
@@ -451,7 +472,7 @@ def minimax_m2(draw: random.Random) -> dict[str, Any]:
 
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 """Classes with sparse attention, which only the `xla` backend supports."""
-HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "olmo3", "granite", "phi3", "smollm3"}
+HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "olmo3", "granite", "granite4", "phi3", "smollm3"}
 SCALED = (
     "smollm3",
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
@@ -480,6 +501,7 @@ CLASSES = {
     "ministral3": (ministral3, "Ministral3Config", "Ministral3ForCausalLM"),
     "llama4": (llama4, "Llama4TextConfig", "Llama4ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
+    "granite4": (granite4, "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v32": (sparse_attention, "DeepseekV32Config", "DeepseekV32ForCausalLM"),
@@ -622,6 +644,8 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
     if number >= CASES and kind in ALONE:
         config |= ALONE[kind][number - CASES]
     config |= changes
+    if isinstance(types := config.get("layer_types"), list):
+        config["layer_types"] = types[: config["num_hidden_layers"]]
     if isinstance(config.get("layer_types"), str):
         kinds = ("sliding_attention", "full_attention")
         config["layer_types"] = [kinds[layer % 2] for layer in range(config["num_hidden_layers"])]
