@@ -67,7 +67,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
     from maxpipe.distributed.runtime import compiler_options
     from maxpipe.models.layers import experts, mlp
     from maxpipe.nn.experts import Experts
-    from maxpipe.nn.mlp import GatedMLP
+    from maxpipe.nn.mlp import MLP
     from maxpipe.nn.module import LayerContext
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh
@@ -84,11 +84,11 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
         shape.d_model, shape.d_expert, shape.num_experts, shape.per_token, 1.0, 0.0, **options
     )
     if form == NO_EXPERTS:
-        part = mlp.GatedMLP(shape.d_model, shape.per_token * shape.d_expert, 1.0)
+        part = mlp.MLP(shape.d_model, shape.per_token * shape.d_expert, 1.0)
     spec = jax.P("data")
 
     def layer(weights: Any, x: Any, ids: Any) -> Any:
-        module = (GatedMLP if form == NO_EXPERTS else Experts)(part, rules)
+        module = (MLP if form == NO_EXPERTS else Experts)(part, rules)
         for name, weight in weights.items():
             getattr(module, name)[...] = weight
         inputs = {"segment_ids": ids, "positions": ids}

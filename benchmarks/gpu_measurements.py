@@ -82,7 +82,7 @@ def experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     from maxpipe.models.layers import experts, mlp
     from maxpipe.nn.experts import Experts
-    from maxpipe.nn.mlp import GatedMLP
+    from maxpipe.nn.mlp import MLP
 
     yield {}
     size = experts_size(options["tiny"])
@@ -94,8 +94,8 @@ def experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         names = ("d_model", "d_expert", "num_experts", "per_token")
         part: Any = experts.Experts(*(size[name] for name in names), 1.0, 0.0, **own)
         if form == "dense":
-            part = mlp.GatedMLP(size["d_model"], size["per_token"] * size["d_expert"], 1.0)
-        kind = GatedMLP if form == "dense" else Experts
+            part = mlp.MLP(size["d_model"], size["per_token"] * size["d_expert"], 1.0)
+        kind = MLP if form == "dense" else Experts
         yield {"form": form, **measured_layer(part, kind, x)}
     n, width = size["rows"] * size["tokens"] * size["per_token"], size["d_model"]
     rows = normal(2, (n, width))

@@ -23,7 +23,7 @@ from typing import Any, cast
 from tpu_ahead_of_time import LAYERS, Mode, compile_one, result, sources
 
 from maxpipe.models.spec import LayerType, Model
-from maxpipe.nn import decoder
+from maxpipe.nn import block
 
 UNIT = "unit"
 PATTERNS = {
@@ -80,7 +80,7 @@ def _second(part: Any) -> Any:
         def activations(self) -> Any:
             return {f"second_{name}": dims for name, dims in super().activations.items()}
 
-    cast("dict[type, Any]", decoder._MODULES)[Second] = decoder._MODULES[same]
+    cast("dict[type, Any]", block._MODULES)[Second] = block._MODULES[same]
     return Second(**{each.name: getattr(part, each.name) for each in fields(part)})
 
 

@@ -20,7 +20,7 @@ from maxpipe.config import plugins
 from maxpipe.models import family
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.layers.attention import Rope
-from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
+from maxpipe.models.layers.mlp import MLP, RMSNorm
 from maxpipe.models.spec import Branch, Dims, LayerType, Matmul, Model, Normal, Operation, Param
 from maxpipe.nn.module import LayerContext, Output, SpecModule
 from maxpipe.parallel.sharding import AxisRules, constrain
@@ -31,7 +31,7 @@ from maxpipe.schedule.table import Action, Orders, Ring
 
 
 @dataclass(frozen=True)
-class SquaredReluMLP(GatedMLP):
+class SquaredReluMLP(MLP):
     """MLP with a squared ReLU. The planner assumes the activation memory of a gated MLP."""
 
     @property

@@ -252,9 +252,10 @@ def _targets(
             if (row := rows.get(".".join(key))) is None:
                 continue
             module = row.theirs.format(layer=number, expert="#").removesuffix(".weight")
-            module, tensor = module.removeprefix("model."), ""
+            module, tensor = re.sub(r"^\w+\.(?=layers\.)", "", module), ""
             if model.layer_types[layer_type].declared[key].expert_dim >= 0:
-                tensor = "down_proj" if key[1] == "down" else "gate_up_proj"
+                into = "gate_up_proj" if "experts.gate" in rows else "up_proj"
+                tensor = "down_proj" if key[1] == "down" else into
             is_target = any(name.endswith(tensor) for name in settings.target_parameters)
             stacked = re.sub(r"\.\w+\.experts\..*", ".", module)
             is_stacked = tensor and any(

@@ -451,4 +451,4 @@ class DecodeEngine:
 
 def is_axes(node: object) -> bool:
     """Return whether a tree node contains the logical axes of one array."""
-    return type(node) is tuple
+    return type(node) is tuple and all(axis is None or type(axis) is str for axis in node)

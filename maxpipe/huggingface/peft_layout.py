@@ -33,7 +33,10 @@ from maxpipe.models.spec import LayerType, Model
 PREFIX = "base_model.model."
 SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", LENGTH: "lora_magnitude_vector"}
 _WEIGHT = ".weight"
-_STACKED_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+_STACKED_EXPERTS = (
+    *("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    *("mixer.experts.up_proj", "mixer.experts.down_proj"),
+)
 """Tensors of the experts in transformers 5, for the families whose checkpoints have separate
 tensors for each expert."""
 _RENAMED = ("gate", "gate_proj", "up_proj", "down_proj")
@@ -303,6 +306,8 @@ def _adapted(
     is_scaled = (sublayer, own + LENGTH) in first.place.layer_type.stored
     if is_scaled and is_shared:
         raise _unsupported(first.name, tensor, "has DoRA magnitudes and shares its tensor")
+    if tensor.removesuffix(_WEIGHT).rpartition(".")[2] in table.modules_without_peft:
+        raise _unsupported(first.name, tensor, "is in a module that PEFT does not adapt")
     is_renamed = may_rename and tensor.removesuffix(_WEIGHT).rpartition(".")[2] in _RENAMED
     return AdaptedTensor(
         tensor,

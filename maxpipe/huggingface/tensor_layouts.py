@@ -41,8 +41,12 @@ _STACKED = (
 """Expert parameters, and the names of tensors that stack them over all experts, with the shape
 `[E, 2F, D]` or `[E, D, F]`."""
 
-_RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."),)
-"""Old and new names of modules that transformers 5 renamed."""
+_RENAMED_MODULES = (
+    (".block_sparse_moe.", ".mlp.", ".mlp.experts."),
+    ("backbone.", "model.", "model.layers.#.mixer."),
+)
+"""Old and new names of modules that transformers 5 renamed, and a part of the tensor names that
+identifies the new layout."""
 
 
 def canonical(name: str) -> str:
@@ -110,15 +114,15 @@ def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
 
 
 def _renamed_rows(rows: _Rows, present: set[str]) -> _Rows:
-    for old, new in _RENAMED_MODULES:
+    for old, new, evidence in _RENAMED_MODULES:
         if any(old in name for name in present):
             continue
-        if any(f"{new}experts." in name for name in present):
-            return {
+        if any(evidence in name for name in present):
+            rows = {
                 name: replace(row, theirs=row.theirs.replace(old, new))
                 for name, row in rows.items()
             }
-    return {}
+    return rows
 
 
 def _stacked(rows: _Rows) -> Iterator[_Rows]:

@@ -51,7 +51,7 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.attention import Rope
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.param_names import names_in_layers
 from maxpipe.models.registry import FAMILIES, describe
 from maxpipe.models.spec import Branch, Constant, LayerType, Model, Param
@@ -270,7 +270,7 @@ def _difference(dense: Model, moe: Model) -> str:
 
 def _as_experts(dense: Branch, moe: Branch) -> Branch:
     """Return the branch with experts that equals `moe` if `moe` can be upcycled from `dense`."""
-    if not isinstance(dense.part, GatedMLP) or not isinstance(moe.part, Experts):
+    if not isinstance(dense.part, MLP) or not isinstance(moe.part, Experts):
         return dense
     width, function = dense.part.d_model, dense.part.function
     shared = moe.part.shared and replace(moe.part.shared, d_model=width, function=function)

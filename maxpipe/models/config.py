@@ -73,7 +73,7 @@ class ModelConfig:
     of arXiv:2509.25149: blocks of 16 x 16 weights, and stochastic rounding of cotangents. It does
     not support experts. Every shard of a contracted dim must be a multiple of 32 with `mxfp8`, and
     of 16 with `nvfp4`. The following always use `model.compute_dtype`: the embedding, the router,
-    the output heads, the score and value matmuls of attention, linear attention, and the
+    the output heads, the score and value matmuls of attention, recurrent layers, and the
     projections to latents."""
     matmul_parts: Literal["all", "mlp"] = "all"
     """Projections quantized by `model.matmul`: all of them, or only the projections of MLPs and

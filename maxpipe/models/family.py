@@ -11,7 +11,7 @@ from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.huggingface import HuggingFace
 from maxpipe.models.layers.attention import Attention, Rope
-from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
+from maxpipe.models.layers.mlp import MLP, RMSNorm
 from maxpipe.models.spec import Branch, Dims, Ends, LayerType, Model, Normal, Param, Part
 
 
@@ -37,9 +37,9 @@ def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
     )
 
 
-def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
-    """Return a gated MLP with the width from `config`; `options` sets additional fields."""
-    return GatedMLP(config.d_model, config.d_mlp, residual_gain(config), **options)
+def mlp(config: ModelConfig, **options: Any) -> MLP:
+    """Return an MLP with the width from `config`; `options` sets additional fields."""
+    return MLP(config.d_model, config.d_mlp, residual_gain(config), **options)
 
 
 def ends(config: ModelConfig, norm: Part, **options: Any) -> Ends:
@@ -74,7 +74,7 @@ def alike(
     `before` and `after` select pre-norms and post-norms for both branches. `scale` multiplies the
     output of both branches. `of_ends` are additional fields of `Ends`.
     """
-    parts = {"attention": mixing, "mlp": gated_mlp(config, function=function)}
+    parts = {"attention": mixing, "mlp": mlp(config, function=function)}
     branches = tuple(
         Branch(name, part, norm if before else None, norm if after else None, config.dropout, scale)
         for name, part in parts.items()

@@ -177,7 +177,7 @@ def _feed_forward(
     config: ModelConfig, own: Gemma4Config, norm: RMSNorm, *, is_shared: bool
 ) -> tuple[Branch, ...]:
     """Return the branch of the MLP and, if there are experts, their branch."""
-    mlp = family.gated_mlp(config, function="gelu")
+    mlp = family.mlp(config, function="gelu")
     if own.use_double_wide_mlp and is_shared:
         mlp = replace(mlp, d_mlp=2 * mlp.d_mlp)
     if not own.num_experts:

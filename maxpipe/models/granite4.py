@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.models import family, granite, huggingface, mamba2_config, moe_base, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -36,6 +36,8 @@ class Granite4Config(MixtureConfig, Mamba2Config, MultiplierConfig, RopeConfig):
     experts, and of the shared expert in layers with experts.
     """
 
+    attention_layers: list[int] = field(default_factory=list, hash=False)  # lists are not hashable
+    """Zero-based indices of the layers with attention. All other layers use Mamba-2."""
     num_experts: int = 0
     """Number of experts per layer. If 0, all layers have an MLP."""
     rotary_positions: bool = False
@@ -43,6 +45,8 @@ class Granite4Config(MixtureConfig, Mamba2Config, MultiplierConfig, RopeConfig):
 
 
 _MAMBA, _ATTENTION = "mamba", "attention"
+_TOP_K = 2
+"""Number of experts per token in transformers if `config.json` lacks the key."""
 
 
 def describe(config: ModelConfig) -> Model:
@@ -56,7 +60,7 @@ def describe(config: ModelConfig) -> Model:
     def branch(name: str, part: object) -> Branch:
         return Branch(name, part, norm, dropout=config.dropout, scale=scale)  # type: ignore[arg-type]
 
-    mlp = family.gated_mlp(config)
+    mlp = family.mlp(config)
     last = branch("mlp", mlp)
     if own.num_experts:
         last = branch("experts", moe_base.experts(config, own, shared=mlp))
@@ -81,10 +85,38 @@ def describe(config: ModelConfig) -> Model:
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Granite4Config)
+    count = config.num_layers
+    if wrong := [layer for layer in own.attention_layers if not 0 <= layer < count]:
+        valid = [layer for layer in own.attention_layers if layer not in wrong]
+        yield RuleViolation(
+            Code.MODEL_SIZES,
+            "model.granite4.attention_layers",
+            f"must contain layer indices from 0 to {count - 1}, but contains {wrong[0]}.",
+            f"Set model.granite4.attention_layers=[{','.join(map(str, valid))}].",
+        )
     yield from mamba2_config.rules(config, own)
     yield from rope_config.rules(config, own)
     if own.num_experts:
         yield from moe_base.moe_rules(config, own)
+
+
+class _ExpertsPerToken:
+    """Key-table row for the number of experts per token, which is 0 in models without experts."""
+
+    names = ("num_experts_per_tok",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Return the number of experts per token, or no value for a model without experts."""
+        if not ours["granite4.num_experts"]:
+            return {}
+        count = theirs.get("num_experts_per_tok")
+        return {"granite4.top_k": _TOP_K if count is None else count}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Return the number of experts per token."""
+        return {
+            "num_experts_per_tok": ours["granite4.top_k"] if ours["granite4.num_experts"] else 0
+        }
 
 
 class _LayerTypes:
@@ -118,7 +150,7 @@ class _MambaWidth:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the dimension of a head, which `config.json` may omit."""
-        heads, expand = ours["granite4.num_ssm_heads"], theirs.get("mamba_expand", 2)
+        heads, expand = ours["granite4.mamba_num_heads"], theirs.get("mamba_expand", 2)
         size = theirs.get("mamba_d_head", "auto")
         if type(expand) is not int or type(heads) is not int or heads < 1:
             raise UnsupportedError("mamba_expand", expand, "must be a whole number.")
@@ -128,15 +160,15 @@ class _MambaWidth:
         if type(size) is not int or size * heads != width:
             rule = f"must be {width / heads:g}, so that all heads have the width {width}."
             raise UnsupportedError("mamba_d_head", size, rule)
-        return {"granite4.ssm_head_dim": size}
+        return {"granite4.mamba_head_dim": size}
 
     def write(self, ours: Ours) -> Theirs:
         """Return the dimension of a head, and the ratio of the widths."""
-        size = ours["granite4.ssm_head_dim"]
-        expand, rest = divmod(size * ours["granite4.num_ssm_heads"], ours["d_model"])
+        size = ours["granite4.mamba_head_dim"]
+        expand, rest = divmod(size * ours["granite4.mamba_num_heads"], ours["d_model"])
         if rest or not expand:
-            rule = "times num_ssm_heads must be a multiple of model.d_model in transformers."
-            raise UnsupportedError("model.granite4.ssm_head_dim", size, rule)
+            rule = "times model.granite4.mamba_num_heads must be a multiple of model.d_model."
+            raise UnsupportedError("model.granite4.mamba_head_dim", size, rule)
         return {"mamba_expand": expand, "mamba_d_head": size}
 
 
@@ -176,13 +208,13 @@ _KEYS: tuple[Row, ...] = (
     *huggingface.sizes(mlp=1024, mlp_key="shared_intermediate_size"),
     Key("intermediate_size", "granite4.d_expert", 11008, zero_means="d_mlp"),
     Key("num_local_experts", "granite4.num_experts", 8, also="num_experts"),
-    Key("num_experts_per_tok", "granite4.top_k", 2),
+    _ExpertsPerToken(),
     *granite.multiplier_rows("granite4"),
-    Key("mamba_n_heads", "granite4.num_ssm_heads", 128),
-    Key("mamba_n_groups", "granite4.num_ssm_groups", 1),
-    Key("mamba_d_state", "granite4.ssm_state_dim", 256),
-    Key("mamba_d_conv", "granite4.ssm_conv_width", 4),
-    Key("mamba_conv_bias", "granite4.ssm_conv_bias", True),
+    Key("mamba_n_heads", "granite4.mamba_num_heads", 128),
+    Key("mamba_n_groups", "granite4.mamba_num_groups", 1),
+    Key("mamba_d_state", "granite4.mamba_state_dim", 256),
+    Key("mamba_d_conv", "granite4.mamba_conv_kernel_dim", 4),
+    Key("mamba_conv_bias", "granite4.mamba_conv_bias", True),
     _MambaWidth(),
     _LayerTypes(),
     _Positions(),

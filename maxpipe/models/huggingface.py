@@ -349,6 +349,8 @@ class HuggingFace:
     has_transposed_experts: bool = False
     """Whether the transformers class declares that its expert matrices have the input dim first.
     PEFT reads this declaration (`is_transposed`) and not the computation."""
+    modules_without_peft: tuple[str, ...] = ()
+    """Names of modules to which PEFT does not apply adapters."""
 
     def names(self) -> frozenset[str]:
         """Return the `config.json` keys that the tables handle."""

@@ -26,7 +26,7 @@ from maxpipe.models.huggingface import (
 )
 from maxpipe.models.layers.attention import QueryScaling
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.layers.mlp import GatedMLP, RMSNorm, ScaledInput
+from maxpipe.models.layers.mlp import MLP, RMSNorm, ScaledInput
 from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.rotary_layers import RotaryLayers, rotary_flags
@@ -93,7 +93,7 @@ def describe(config: ModelConfig) -> Model:
         scores="sigmoid",
         normalised=False,
         function=ScaledInput("silu"),
-        shared=GatedMLP(config.d_model, width, family.residual_gain(config)),
+        shared=MLP(config.d_model, width, family.residual_gain(config)),
     )
     values = {"has_rope": tuple(map(float, flags))}
     if chunked:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.models import family
@@ -20,79 +21,70 @@ from maxpipe.models.layers.mlp import RMSNorm
 class Mamba2Config:
     """Config keys of Mamba-2 layers."""
 
-    attention_layers: list[int] = field(default_factory=list, hash=False)  # lists are not hashable
-    """Zero-based indices of the layers with attention. All other layers use Mamba-2."""
-    num_ssm_heads: int = 64
+    mamba_num_heads: int = 64
     """Number of heads in Mamba-2 layers. Each head has a separate state."""
-    ssm_head_dim: int = 64
+    mamba_head_dim: int = 64
     """Dimension of a head in Mamba-2 layers."""
-    num_ssm_groups: int = 1
+    mamba_num_groups: int = 1
     """Number of groups of heads in Mamba-2 layers. The heads of a group have common keys and
-    queries, and their output is normalized together. Must divide `num_ssm_heads`."""
-    ssm_state_dim: int = 128
-    """Dimension of the keys and queries in Mamba-2 layers. A state has `ssm_state_dim` x
-    `ssm_head_dim` entries."""
-    ssm_conv_width: int = 4
+    queries, and their output is normalized together. Must divide `mamba_num_heads`."""
+    mamba_state_dim: int = 128
+    """Dimension of the keys and queries in Mamba-2 layers. A state has `mamba_state_dim` x
+    `mamba_head_dim` entries."""
+    mamba_conv_kernel_dim: int = 4
     """Width in tokens of the convolution in Mamba-2 layers, including the current token."""
-    ssm_conv_bias: bool = True
+    mamba_conv_bias: bool = True
     """Add a bias to each channel of the convolution."""
-    ssm_chunk: int = 256
+    mamba_chunk_size: int = 256
     """Number of tokens per chunk of Mamba-2, a power of two. Larger chunks lead to larger matmuls
     but more FLOPs. The chunk size affects results only through rounding."""
 
 
 BOUNDS = (
-    Bound("num_ssm_heads", 64, 1, axis="heads"),
-    Bound("ssm_head_dim", 64, 1, axis="head_dim"),
-    Bound("num_ssm_groups", 1, 1),
-    Bound("ssm_state_dim", 128, 1),
-    Bound("ssm_conv_width", 4, 2, 64),
-    Bound("ssm_chunk", 256, 1, 1024),
+    Bound("mamba_num_heads", 64, 1, axis="heads"),
+    Bound("mamba_head_dim", 64, 1, axis="head_dim"),
+    Bound("mamba_num_groups", 1, 1),
+    Bound("mamba_state_dim", 128, 1),
+    Bound("mamba_conv_kernel_dim", 4, 2, 64),
+    Bound("mamba_chunk_size", 256, 1, 1024),
 )
 """Allowed ranges of the keys in `Mamba2Config`."""
 
 
-def mamba2(config: ModelConfig, own: Mamba2Config) -> Mamba2:
-    """Return the Mamba-2 sublayer."""
-    width = own.num_ssm_heads * own.ssm_head_dim // own.num_ssm_groups
+def mamba2(config: ModelConfig, own: Mamba2Config, **options: Any) -> Mamba2:
+    """Return the Mamba-2 sublayer; `options` are additional fields of `Mamba2`."""
+    width = own.mamba_num_heads * own.mamba_head_dim // own.mamba_num_groups
     return Mamba2(
         config.d_model,
-        own.num_ssm_heads,
-        own.ssm_head_dim,
-        own.num_ssm_groups,
-        own.ssm_state_dim,
-        own.ssm_conv_width,
-        own.ssm_conv_bias,
+        own.mamba_num_heads,
+        own.mamba_head_dim,
+        own.mamba_num_groups,
+        own.mamba_state_dim,
+        own.mamba_conv_kernel_dim,
+        own.mamba_conv_bias,
         RMSNorm(width, config.norm_epsilon),
         family.residual_gain(config),
-        own.ssm_chunk,
+        own.mamba_chunk_size,
+        **options,
     )
 
 
 def rules(config: ModelConfig, own: Mamba2Config) -> Iterator[RuleViolation]:
     """Yield violations of the rules for the keys of `Mamba2Config`."""
-    section, count = f"model.{config.family}", config.num_layers
-    if wrong := [layer for layer in own.attention_layers if not 0 <= layer < count]:
-        left = [layer for layer in own.attention_layers if layer not in wrong]
+    section, heads, groups = f"model.{config.family}", own.mamba_num_heads, own.mamba_num_groups
+    if heads % groups:
         yield RuleViolation(
             Code.MODEL_SIZES,
-            f"{section}.attention_layers",
-            f"must contain layer indices from 0 to {count - 1}, but contains {wrong[0]}.",
-            f"Set {section}.attention_layers=[{','.join(map(str, left))}].",
+            f"{section}.mamba_num_groups",
+            f"must divide {section}.mamba_num_heads ({heads}).",
+            f"Set {section}.mamba_num_groups={math.gcd(heads, groups)}.",
         )
-    if own.num_ssm_heads % own.num_ssm_groups:
+    if own.mamba_chunk_size & (own.mamba_chunk_size - 1):
         yield RuleViolation(
             Code.MODEL_SIZES,
-            f"{section}.num_ssm_groups",
-            f"must divide {section}.num_ssm_heads ({own.num_ssm_heads}).",
-            f"Set {section}.num_ssm_groups={math.gcd(own.num_ssm_heads, own.num_ssm_groups)}.",
-        )
-    if own.ssm_chunk & (own.ssm_chunk - 1):
-        yield RuleViolation(
-            Code.MODEL_SIZES,
-            f"{section}.ssm_chunk",
+            f"{section}.mamba_chunk_size",
             "must be a power of two.",
-            f"Set {section}.ssm_chunk={1 << own.ssm_chunk.bit_length() - 1}.",
+            f"Set {section}.mamba_chunk_size={1 << own.mamba_chunk_size.bit_length() - 1}.",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
@@ -13,21 +13,16 @@ from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Only, Twice
 from maxpipe.models.layers.experts import Experts, Groups
-from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model, Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RoutedConfig(MixtureConfig):
-    """Config keys of families with shared experts and expert groups."""
+class RouterConfig(MixtureConfig):
+    """Config keys of routers with expert groups."""
 
-    num_dense_layers: int = 1
-    """Number of leading layers that have one MLP of width `model.d_mlp` instead of experts."""
-    num_shared_experts: int = 0
-    """Number of shared experts, which process all tokens. Shared experts have the same width as
-    routed experts."""
     score_func: Literal["softmax", "sigmoid"] = field(
         default="softmax", metadata=renamed_from("scores")
     )
@@ -55,6 +50,17 @@ class RoutedConfig(MixtureConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedConfig(RouterConfig):
+    """Config keys of families with shared experts and expert groups."""
+
+    num_dense_layers: int = 1
+    """Number of leading layers that have one MLP of width `model.d_mlp` instead of experts."""
+    num_shared_experts: int = 0
+    """Number of shared experts, which process all tokens. Shared experts have the same width as
+    routed experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MoeConfig(RoutedConfig, RopeConfig):
     """Keys that only the `moe` family uses."""
 
@@ -71,25 +77,32 @@ def layered(config: ModelConfig, attention: Part) -> Model:
     """
     own = own_keys(config, RoutedConfig)
     shared = own.num_shared_experts * moe_base.expert_width(config, own)
+    part = MLP(config.d_model, shared, family.residual_gain(config)) if shared else None
+    experts = routed_experts(config, own, shared=part)
+    return moe_base.moe_model(config, attention, experts, (True,) * own.num_dense_layers)
+
+
+def routed_experts(config: ModelConfig, own: RouterConfig, **options: Any) -> Experts:
+    """Return experts with the router that the config's keys describe; `options` are additional
+    fields of `Experts`.
+    """
     groups = Groups(own.num_expert_groups, own.expert_groups_per_token, own.group_scores)
-    experts = moe_base.experts(
+    return moe_base.experts(
         config,
         own,
         scores=own.score_func,
         weight_scale=own.routed_scaling_factor,
-        shared=GatedMLP(config.d_model, shared, family.residual_gain(config)) if shared else None,
         normalised=own.norm_topk_prob,
         groups=groups if own.num_expert_groups > 1 else None,
         expert_bias_update_rate=own.expert_bias_update_rate if own.expert_bias else None,
+        **options,
     )
-    return moe_base.moe_model(config, attention, experts, (True,) * own.num_dense_layers)
 
 
 def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     """Yield violations of the rules for the keys in the family's section."""
     own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
-    yield from moe_base.moe_rules(config, own)
-    yield from _grouped(own, section)
+    yield from router_rules(config, own)
     if own.num_dense_layers >= config.num_layers:
         yield RuleViolation(
             Code.MODEL_SIZES,
@@ -106,8 +119,10 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from rope_config.rules(config, own_keys(config, MoeConfig))
 
 
-def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
-    """Yield violations of the rules for expert groups."""
+def router_rules(config: ModelConfig, own: RouterConfig) -> Iterator[RuleViolation]:
+    """Yield violations of the rules for the keys in `RouterConfig`."""
+    yield from moe_base.moe_rules(config, own)
+    section = f"model.{config.family}"
     size = own.num_experts // own.num_expert_groups
     if own.num_experts % own.num_expert_groups:
         yield RuleViolation(
@@ -174,16 +189,21 @@ _MIXTRAL = HuggingFace(
     ),
 )
 
-BOUNDS = (
+ROUTER_BOUNDS = (
     *moe_base.MOE_BOUNDS,
-    Bound("num_dense_layers", 1, 0),
-    Bound("num_shared_experts", 0, 0),
     Bound(
         "routed_scaling_factor", 1.0, 0, LARGEST, "experts with weight 0 have no gradient", False
     ),
     Bound("num_expert_groups", 1, 1),
     Bound("expert_groups_per_token", 1, 1),
     Bound("expert_bias_update_rate", 0.001, 0, 1, "0 keeps biases constant"),
+)
+"""Allowed ranges of the keys in `RouterConfig`."""
+
+BOUNDS = (
+    *ROUTER_BOUNDS,
+    Bound("num_dense_layers", 1, 0),
+    Bound("num_shared_experts", 0, 0),
 )
 """Allowed ranges of the keys in `RoutedConfig`."""
 

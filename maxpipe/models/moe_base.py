@@ -134,7 +134,7 @@ def moe_model(
     """
     norm = RMSNorm(config.d_model, config.norm_epsilon)
     branches = {
-        "dense": Branch("mlp", family.gated_mlp(config), norm, dropout=config.dropout),
+        "dense": Branch("mlp", family.mlp(config), norm, dropout=config.dropout),
         "experts": Branch("experts", routed, norm, dropout=config.dropout),
     }
     first = Branch("attention", mixing, norm, dropout=config.dropout)

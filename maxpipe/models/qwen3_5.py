@@ -31,7 +31,7 @@ class Qwen35Config(HybridConfig):
 
 def describe(config: ModelConfig) -> Model:
     """Return a model with the layer types `delta` and `full`, or only one of the two."""
-    return qwen3_next.hybrid(config, "mlp", family.gated_mlp(config), fused=False)
+    return qwen3_next.hybrid(config, "mlp", family.mlp(config), fused=False)
 
 
 def keys(section: str) -> tuple[Row, ...]:

@@ -13,7 +13,7 @@ from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Row, Tensor, Twice
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.gated_delta import GatedDelta
-from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
+from maxpipe.models.layers.mlp import MLP, RMSNorm
 from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.partial_rope import PartialRopeConfig
 from maxpipe.models.spec import Branch, LayerType, Model, Part
@@ -74,7 +74,7 @@ def describe(config: ModelConfig) -> Model:
 def experts(config: ModelConfig, normalised: bool = True) -> Experts:
     """Return the experts of a layer, with a gated shared expert."""
     own = own_keys(config, HybridMoeConfig)
-    shared = GatedMLP(config.d_model, own.d_shared_expert, family.residual_gain(config))
+    shared = MLP(config.d_model, own.d_shared_expert, family.residual_gain(config))
     return moe_base.experts(config, own, shared=shared, shared_gated=True, normalised=normalised)
 
 

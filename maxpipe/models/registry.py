@@ -28,6 +28,7 @@ from maxpipe.models import (
     ministral3,
     mistral,
     moe,
+    nemotron_h,
     olmo2,
     olmo3,
     phi3,
@@ -50,7 +51,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, olmo3),
         *(granite, granite4, smollm3, moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
-        *(deepseek, deepseek_v32, glm4_moe, glm_moe_dsa, minimax_m2, llama4),
+        *(deepseek, deepseek_v32, glm4_moe, glm_moe_dsa, minimax_m2, llama4, nemotron_h),
     )
 }
 

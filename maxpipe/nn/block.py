@@ -29,7 +29,7 @@ from maxpipe.nn.experts import Experts
 from maxpipe.nn.gated_delta import GatedDelta
 from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.mamba2 import Mamba2
-from maxpipe.nn.mlp import GatedMLP
+from maxpipe.nn.mlp import MLP
 from maxpipe.nn.module import (
     LayerContext,
     LayerNorm,
@@ -54,7 +54,7 @@ _MODULES: Mapping[type, Any] = {
     latent_attention.LatentAttention: LatentAttention,
     gated_delta.GatedDelta: GatedDelta,
     mamba2.Mamba2: Mamba2,
-    mlp.GatedMLP: GatedMLP,
+    mlp.MLP: MLP,
     experts.Experts: Experts,
     per_layer_input.PerLayerInput: PerLayerInput,
 }

@@ -57,7 +57,7 @@ def empty_cache(mixed: Tree, width: int, state: tuple[int, ...]) -> RecurrentCac
     """Return an empty cache.
 
     Args:
-        mixed: convolution inputs `[B, T, ...]`, of which only shapes and dtypes are used.
+        mixed: convolution inputs `[B, T, ...]`. Only their shapes and dtypes are used.
         width: number of earlier tokens that the convolution reads.
         state: shape of the state of one sequence.
     """

@@ -22,9 +22,10 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers import experts
 from maxpipe.models.layers.experts import AllToAll
+from maxpipe.models.layers.mlp import input_projections
 from maxpipe.nn import grouped_matmul
 from maxpipe.nn.expert_backends.blocks import num_multiplied_rows
-from maxpipe.nn.mlp import gated_activation, gated_mlp
+from maxpipe.nn.mlp import apply_activation, apply_mlp
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.nn.token_permutation import (
     TokenPermutation,
@@ -308,9 +309,6 @@ def _balance(
     return (relative * likely).sum(), load
 
 
-_PROJECTIONS = ("gate", "up", "down")
-
-
 class Experts(SpecModule):
     """Weighted sum of the outputs of each token's experts (arXiv:2401.04088)."""
 
@@ -355,7 +353,7 @@ class Experts(SpecModule):
         out, lost = self._apply_experts(x, routes, context)
         out = split.reduce_scatter_tokens(out)
         if self.part.shared is not None:
-            always = gated_mlp(
+            always = apply_mlp(
                 shards,
                 self,
                 self.part.shared.function,
@@ -485,7 +483,8 @@ class Experts(SpecModule):
 
     def _params(self, x: Array) -> dict[str, Any]:
         """Return the parameters of the experts in the dtype of `x`."""
-        names = [*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS if self.part.biased)]
+        names = [*self._inputs, "down"]
+        names += [f"{name}_bias" for name in names] if self.part.biased else []
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
@@ -521,14 +520,18 @@ class Experts(SpecModule):
         spread = grouped_matmul.GroupedMatmulOptions(
             grouped_matmul.expert_width_axes(self.rules), complete, low, filled, self.part.backend
         )
-        gate, up = _up_projection(x, (params["gate"], params["up"]), rows, sizes, spread)
+        into = tuple(params[name] for name in self._inputs)
+        inputs = _up_projection(x, into, rows, sizes, spread)
         if self.part.biased:
-            gate += row_biases(params["gate_bias"], places, rows)
-            up += row_biases(params["up_bias"], places, rows)
-        gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
+            biases = (params[f"{name}_bias"] for name in self._inputs)
+            inputs = [
+                each + row_biases(bias, places, rows)
+                for each, bias in zip(inputs, biases, strict=True)
+            ]
+        inputs = self._named(inputs)
         of_rows = row_weights(weights, places, rows, num_experts).astype(x.dtype)
-        hidden = gated_activation(gate, up, self.part.function, of_rows)
-        if (other := before_down(gate)) is not None:
+        hidden = apply_activation(inputs, self.part.function, of_rows)
+        if (other := before_down(inputs[0])) is not None:
             hidden = start_after(hidden, other)
         hidden = constrain(hidden, (None, "mlp"), self.rules)
         out = _down_projection(hidden, params["down"], rows, sizes, spread)
@@ -550,12 +553,14 @@ class Experts(SpecModule):
     ) -> Float[Array, "B T D"]:
         """Apply all local experts to all tokens."""
         forms = ("btd,def->btef", "btd,der->bter", "bter,ref->btef")
-        gate = _expert_matmul(forms, x, self.gate, low)
-        up = _expert_matmul(forms, x, self.up, low)
-        gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
-        gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
+        inputs = self._named(
+            [
+                self._with_bias(name, _expert_matmul(forms, x, getattr(self, name), low))
+                for name in self._inputs
+            ]
+        )
         weights = weights.astype(x.dtype)
-        hidden = gated_activation(gate, up, self.part.function, weights)
+        hidden = apply_activation(inputs, self.part.function, weights)
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)
         forms = ("btef,efd->btd", "btef,efr->bter", "bter,erd->btd")
         out = _expert_matmul(forms, hidden, self.down, low)
@@ -572,24 +577,32 @@ class Experts(SpecModule):
         num_experts = self.part.num_experts
         inside = permute_tokens(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
         forms = ("end,def->enf", "end,der->enr", "enr,ref->enf")
-        gate = _expert_matmul(forms, inside, self.gate, low)
-        up = _expert_matmul(forms, inside, self.up, low)
-        gate, up = (
-            self._with_bias(name, each, lambda bias: bias[:, None])
-            for name, each in (("gate", gate), ("up", up))
+        projected = (
+            (name, _expert_matmul(forms, inside, getattr(self, name), low)) for name in self._inputs
         )
-        gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
+        inputs = self._named(
+            [self._with_bias(name, each, lambda bias: bias[:, None]) for name, each in projected]
+        )
         places, weights = (
             array.reshape(-1, array.shape[-1]) for array in (routes.expert_ids, routes.weights)
         )
         weights = row_weights(weights, places, slots, num_experts).reshape(num_experts, -1)
         weights = weights.astype(x.dtype)
-        hidden = gated_activation(gate, up, self.part.function, weights)
+        hidden = apply_activation(inputs, self.part.function, weights)
         hidden = constrain(hidden, ("experts", None, "mlp"), self.rules)
         forms = ("enf,efd->end", "enf,efr->enr", "enr,erd->end")
         out = _expert_matmul(forms, hidden, self.down, low)
         out = self._with_bias("down", out, lambda bias: weights[..., None] * bias[:, None])
         return unpermute_tokens(out.reshape(-1, x.shape[-1]), slots).reshape(x.shape)
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return input_projections(self.part.function)
+
+    def _named(self, inputs: Sequence[Array]) -> tuple[Array, ...]:
+        """Name the inputs of the activation, for `pipeline.saved_names`."""
+        named = zip(self._inputs, inputs, strict=True)
+        return tuple(checkpoint_name(each, f"expert_{name}") for name, each in named)
 
     def _with_bias(
         self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias

@@ -102,9 +102,10 @@ class Mamba2(SpecModule):
     @staticmethod
     def cache_axes(part: Any) -> Any:
         """Return the logical axes of each `RecurrentCache` array."""
-        del part
         value, key = ("batch", None, "heads", None), ("batch", None, None, None)
-        state = ("batch", None, "heads", None, None)
+        # The number of heads per group may not be a multiple of the tensor size.
+        heads = "heads" if part.num_groups == 1 else None
+        state = ("batch", None, heads, None, None)
         return RecurrentCache((value, key, key), ("batch", None), state)  # type: ignore[arg-type]
 
 
@@ -165,6 +166,8 @@ class _StateSpace:
             weights[name].astype(jnp.float32) for name in ("time_step_bias", "decay", "skip")
         )
         time_step = jax.nn.softplus(time_step.astype(jnp.float32) + bias)
+        if part.min_time_step:
+            time_step = jnp.maximum(time_step, part.min_time_step)
         forget = (-jnp.exp(rate) * time_step).reshape(grouped)
         decay = decay_in_chunks(forget, segments, before, size)
         key, query = cut(key, size), cut(query, size)

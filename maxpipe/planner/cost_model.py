@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from maxpipe.hardware import Hardware
-from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.spec import LayerType, Param, Scores
 from maxpipe.planner.memory import loss_blocks
 from maxpipe.planner.memory_terms import is_multiplied_in_few_bits
@@ -271,7 +271,7 @@ class LayerCost:
     @cached_property
     def _skipped_recompute_seconds(self) -> float:
         last, sizes = self._kind.branches[-1], self.model.sizes
-        if last.post_norm is not None or not isinstance(last.part, GatedMLP):
+        if last.post_norm is not None or not isinstance(last.part, MLP):
             return 0.0
         down = sizes.mesh.elements(last.part.params["down"].dims, whole=True)
         flops = 2.0 * sizes.batch.tokens * down

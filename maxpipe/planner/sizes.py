@@ -28,6 +28,7 @@ from maxpipe.models.count import (
     scored_pairs,
     tokens_before,
 )
+from maxpipe.models.layers.attention import Attention
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.registry import describe
 from maxpipe.models.resolve_auto import resolved
@@ -309,7 +310,10 @@ class ActivationSizes:
 
     def named_bytes(self, kind: str, names: Iterable[str]) -> int:
         """Return the total size in bytes of a layer's saved activations with the given names."""
-        layer_type, names = self.model.layer_types[kind], frozenset(names)
+        layer_type = self.model.layer_types[kind]
+        names = frozenset(names).difference(
+            *(_outputs(layer_type, *product) for product in _unread_products(layer_type))
+        )
         arrays = ((self.itemsize, layer_type.activations), (4, layer_type.saved_with))
         return sum(
             width * self._stored_elements(dims[name])
@@ -541,6 +545,7 @@ class ActivationSizes:
     @cached_property
     def _deferred_bytes(self) -> Mapping[str, float]:
         recomputed, size = self.config.pipeline.remat != "none", self.itemsize
+        saved = self.saved_names if self.config.pipeline.remat == "names" else frozenset()
 
         def num_bytes(kind: LayerType) -> float:
             trained = {part for (part, _), param in kind.params.items() if param.trainable}
@@ -553,6 +558,10 @@ class ActivationSizes:
                         total += self.declared_bytes(part, held)
                 if recomputed and branch.name not in trained and trained & {*branch.parts}:
                     total += size * self.hidden  # the cotangent of the norm's output
+            last = kind.branches[-1]
+            is_unread = recomputed and last.name in trained and not _reads_last_output(kind)
+            if is_unread and isinstance(last.part, Attention):
+                total += self.declared_bytes(last.part, last.part.deferred_if_unread(saved))
             if recomputed and trained:
                 total += (size * kind.num_streams + kind.num_masks) * self.hidden
             if kind.adapters:  # some adapters save these gradients themselves
@@ -565,10 +574,18 @@ class ActivationSizes:
 
 def _outputs(layer_type: LayerType, part: str, name: str) -> set[str]:
     """Return the named activations that the matmul of a parameter computes."""
-    names = {name, f"expert_{name}", f"attention_{name}"}
+    names = {name, f"expert_{name}", f"attention_{name}", f"{part}_{name}"}
     if name.endswith("_up"):  # of latents: `key_value_up` computes `key` and `value`
         names |= {*name.split("_")[:-1]}
     return names & {*layer_type.parts[part].activations}
+
+
+def _reads_last_output(layer_type: LayerType) -> bool:
+    """Return whether the backward pass reads the output of a layer's last sublayer, because a norm
+    or a scale is applied to it.
+    """
+    last = layer_type.branches[-1]
+    return bool(last.post_norm or last.sum_norm or layer_type.output_scale)
 
 
 def _unread_products(layer_type: LayerType) -> set[tuple[str, str]]:
@@ -576,7 +593,7 @@ def _unread_products(layer_type: LayerType) -> set[tuple[str, str]]:
     pass does not read this output, unless a norm, a scale or a routing weight is applied to it.
     """
     last = layer_type.branches[-1]
-    if last.post_norm or last.sum_norm or layer_type.output_scale:
+    if _reads_last_output(layer_type):
         return set()
     if not isinstance(last.part, Experts):
         return {(last.name, "out"), (last.name, "down")}

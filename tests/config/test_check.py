@@ -511,9 +511,10 @@ def test_rules_declare_the_keys_they_read():
         assert set(rule.keys) <= set(KEYS)
 
 
-def test_linear_attention_rejects_context_axis():
-    with pytest.raises(ConfigError, match="its linear attention"):
-        load([BASE[0], "train.steps=1", "model.family=qwen3_next", "mesh.ici_context=2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "granite4", "nemotron_h"])
+def test_recurrent_layers_reject_context_axis(family: str):
+    with pytest.raises(ConfigError, match="its recurrent layers"):
+        load([BASE[0], "train.steps=1", f"model.family={family}", "mesh.ici_context=2"])
 
 
 def test_axis_size():

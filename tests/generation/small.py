@@ -17,8 +17,10 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.gemma4 import Gemma4Config
+from maxpipe.models.granite4 import Granite4Config
 from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.moe import MoeConfig
+from maxpipe.models.nemotron_h import NemotronHConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig
@@ -107,6 +109,37 @@ NEXT = dataclasses.replace(
         gdn_chunk_size=4,
         full_attention_interval=2,
         rotary_dim=2,
+    ),
+)
+GRANITE4 = dataclasses.replace(
+    LLAMA,
+    family="granite4",
+    own=Granite4Config(
+        attention_layers=[1],
+        num_experts=3,
+        d_expert=12,
+        mamba_num_heads=4,
+        mamba_head_dim=3,
+        mamba_num_groups=1,
+        mamba_state_dim=5,
+        mamba_chunk_size=4,
+    ),
+)
+NEMOTRON = dataclasses.replace(
+    LLAMA,
+    num_layers=4,
+    family="nemotron_h",
+    own=NemotronHConfig(
+        hybrid_override_pattern="ME*-",
+        num_experts=3,
+        d_expert=12,
+        d_shared_expert=10,
+        score_func="sigmoid",
+        mamba_num_heads=6,
+        mamba_head_dim=3,
+        mamba_num_groups=2,
+        mamba_state_dim=5,
+        mamba_chunk_size=4,
     ),
 )
 GREEDY = Sampling(temperature=0.0)

@@ -28,10 +28,12 @@ from tests.generation.small import (
     GEMMA,
     GEMMA4,
     GEMMA4_SMALL,
+    GRANITE4,
     LLAMA,
     LLAMA4,
     MOE,
     MORE,
+    NEMOTRON,
     NEXT,
     ONE_DEVICE,
     PROMPTS,
@@ -55,7 +57,9 @@ def by_full_forwards(apply: Any, params: Any, prompt: list[int], length: int) ->
 
 @pytest.mark.parametrize(
     "model",
-    keeping([LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, LLAMA4, GEMMA4, GEMMA4_SMALL], 0, 2),
+    keeping(
+        [LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, GRANITE4, NEMOTRON, LLAMA4, GEMMA4, GEMMA4_SMALL], 0, 2
+    ),
     ids=lambda model: model.family,
 )
 def test_batched_decoding_equals_full_forward_passes(model: ModelConfig) -> None:
@@ -136,6 +140,8 @@ MIXED = MeshConfig(ici_expert=4, ici_context=2, axis_rules={"latent": ["fsdp"]})
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "mamba": (GRANITE4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "nemotron": (NEMOTRON, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "chunks": (LLAMA4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
     "gemma4": (GEMMA4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),

@@ -321,6 +321,82 @@ def minimax_m2(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Ten
     return config, tensors | _drawn(more, dtype)
 
 
+def granite4(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Granite 4 config.json with experts, and its tensors; the second layer has
+    attention.
+    """
+    config = {
+        **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
+        **{**SIZES, "layer_types": ["mamba", "attention", "mamba"], "intermediate_size": 7},
+        **{"shared_intermediate_size": MLP, "num_local_experts": EXPERTS},
+        **{"num_experts_per_tok": 2, "num_attention_heads": 5, "num_key_value_heads": 1},
+        **{"mamba_expand": 3, "mamba_n_heads": 6, "mamba_d_head": 5, "mamba_n_groups": 2},
+        **{"mamba_d_state": 4, "mamba_d_conv": 3, "tie_word_embeddings": False, **changes},
+    }
+    del config["head_dim"]
+    attention = {f"self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qo"}
+    attention |= {f"self_attn.{name}_proj.weight": (2, WIDTH) for name in "kv"}
+    both = {
+        "shared_mlp.input_linear.weight": (2 * MLP, WIDTH),
+        "shared_mlp.output_linear.weight": (WIDTH, MLP),
+        "block_sparse_moe.router.layer.weight": (EXPERTS, WIDTH),
+        "block_sparse_moe.input_linear.weight": (EXPERTS, 2 * 7, WIDTH),
+        "block_sparse_moe.output_linear.weight": (EXPERTS, WIDTH, 7),
+        "input_layernorm.weight": (WIDTH,),
+        "post_attention_layernorm.weight": (WIDTH,),
+    }
+    found = _ends(tied=False)
+    for layer in range(LAYERS):
+        mixing = attention if layer == 1 else _mamba2("mamba.")
+        each: dict[str, tuple[int, ...]] = {**both, **mixing}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in each.items()}
+    return config, _drawn(found, dtype)
+
+
+def nemotron_h(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Nemotron-H config.json with one layer of each type, and its tensors, with a
+    multi-token prediction layer.
+    """
+    config = {
+        **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", **SIZES},
+        **{"hybrid_override_pattern": "M*E-", "num_hidden_layers": 4, "mamba_num_heads": 6},
+        **{"mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 4, "conv_kernel": 3},
+        **{"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 7},
+        **{"moe_shared_expert_intermediate_size": 9, **changes},
+    }
+    mixers: tuple[dict[str, tuple[int, ...]], ...] = (
+        _mamba2("mixer."),
+        {f"{name}.weight".replace("self_attn", "mixer"): x for name, x in _ATTENTION.items()},
+        {
+            "mixer.gate.weight": (EXPERTS, WIDTH),
+            "mixer.gate.e_score_correction_bias": (EXPERTS,),
+            "mixer.shared_experts.up_proj.weight": (9, WIDTH),
+            "mixer.shared_experts.down_proj.weight": (WIDTH, 9),
+            **{f"mixer.experts.{n}.up_proj.weight": (7, WIDTH) for n in range(EXPERTS)},
+            **{f"mixer.experts.{n}.down_proj.weight": (WIDTH, 7) for n in range(EXPERTS)},
+        },
+        {"mixer.up_proj.weight": (MLP, WIDTH), "mixer.down_proj.weight": (WIDTH, MLP)},
+    )
+    found: dict[str, tuple[int, ...]] = {
+        **{"backbone.embeddings.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH)},
+        **{"backbone.norm_f.weight": (WIDTH,), "mtp.layers.0.norm.weight": (WIDTH,)},
+    }
+    for layer, mixer in enumerate(mixers):
+        each = {**mixer, "norm.weight": (WIDTH,)}
+        found |= {f"backbone.layers.{layer}.{name}": shape for name, shape in each.items()}
+    return config, _drawn(found, dtype)
+
+
+def _mamba2(prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensor shapes of a Mamba-2 sublayer: 6 heads of 5 dims, and 2 groups of 4 dims."""
+    shapes: dict[str, tuple[int, ...]] = {
+        **{"in_proj.weight": (30 + 30 + 8 + 8 + 6, WIDTH), "out_proj.weight": (WIDTH, 30)},
+        **{"conv1d.weight": (30 + 8 + 8, 1, 3), "conv1d.bias": (30 + 8 + 8,)},
+        **{"A_log": (6,), "dt_bias": (6,), "D": (6,), "norm.weight": (30,)},
+    }
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
 def gpt_oss(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
     """Return a GPT-OSS config.json and its tensors; gate and up projections are interleaved."""
     config = {

@@ -221,6 +221,8 @@ ORACLE_CASES = [
     ("mixtral", "lora", ["*.experts.up"]),
     ("qwen3_moe", "lora", ["*.mlp.*", "*.experts.*", "*.attention.*"]),
     ("qwen3_next", "lora", ["*.experts.*", "*.out"]),
+    ("granite4", "lora", ["*.mamba.out", "*.attention.query"]),
+    ("nemotron_h", "lora", ["*.experts.*", "*.attention.out", "*.mlp.*"]),
     ("deepseek_v2", "lora", ["*"]),
     ("deepseek_v3", "lora", ["*.experts.down", "*.shared_gate"]),
     ("gpt_oss", "lora", ["*.experts.*", "*.query"]),

@@ -48,6 +48,8 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "glm4_moe": lambda: maker.glm4_moe()[0],
     "minimax_m2": lambda: maker.minimax_m2()[0],
     "gpt_oss": lambda: maker.gpt_oss()[0],
+    "granite4": lambda: maker.granite4()[0],
+    "nemotron_h": lambda: maker.nemotron_h()[0],
     "ministral3": lambda: maker.ministral3()[0],
     "llama4": lambda: maker.llama4()[0],
     "llama4 lists": lambda: without(

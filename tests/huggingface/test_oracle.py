@@ -370,6 +370,32 @@ def granite4(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def nemotron_h(draw: random.Random) -> dict[str, Any]:
+    names = ["linear_attention", "full_attention", "mlp", "moe"]
+    layers = draw.sample(names, 4) + draw.choices(names, k=draw.randrange(4))
+    groups = draw.choice((1, 2))
+    return {
+        "layers_block_type": layers,
+        "num_hidden_layers": len(layers),
+        "layer_norm_epsilon": draw.choice((1e-6, 1e-4)),
+        "mamba_num_heads": groups * draw.choice((1, 3)),
+        "mamba_head_dim": draw.choice((5, 6)),
+        "n_groups": groups,
+        "ssm_state_size": draw.choice((5, 8)),
+        "conv_kernel": draw.choice((2, 3, 4)),
+        "use_conv_bias": draw.random() < 0.7,
+        "chunk_size": draw.choice((4, 8)),
+        "time_step_min": draw.choice((0.001, 0.4)),
+        "n_routed_experts": 12,
+        "num_experts_per_tok": draw.choice((3, 4)),
+        **draw.choice(({}, {"n_group": 3, "topk_group": 2}, {"n_group": 4, "topk_group": 2})),
+        "moe_intermediate_size": draw.choice((17, 23)),
+        "moe_shared_expert_intermediate_size": draw.choice((13, 19)),
+        "norm_topk_prob": draw.random() < 0.5,
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+    }
+
+
 def phi3(draw: random.Random) -> dict[str, Any]:
     ids = {"pad_token_id": 0, "eos_token_id": 1}  # the defaults exceed these vocabularies
     window, turned = draw.choice((None, 5)), draw.choice((1.0, 0.75, 0.5))
@@ -502,6 +528,7 @@ CLASSES = {
     "llama4": (llama4, "Llama4TextConfig", "Llama4ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
     "granite4": (granite4, "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+    "nemotron_h": (nemotron_h, "NemotronHConfig", "NemotronHForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v32": (sparse_attention, "DeepseekV32Config", "DeepseekV32ForCausalLM"),
@@ -676,7 +703,7 @@ def use_fixed_frequencies(config: dict[str, Any]) -> None:
     Training here pads sequences, and generation chooses frequencies by the capacity of the cache.
     transformers chooses them by the tokens so far.
     """
-    rope = config.get("rope_parameters", {})
+    rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "dynamic":
         config["max_position_embeddings"] = 256
     if rope.get("rope_type") == "longrope":

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.oracle
 LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
 TRAINED = (
     *("llama", "gemma3", "gemma4", "gemma4_moe", "gemma4_small"),
-    *("mixtral", "qwen3_5", "qwen3_5_moe", "llama4", "deepseek_v32"),
+    *("mixtral", "qwen3_5", "qwen3_5_moe", "llama4", "deepseek_v32", "granite4", "nemotron_h"),
 )
 UNTRAINED = ("index_query", "index_key", "index_key_norm", "index_key_norm_bias", "index_weights")
 """Parameters that transformers does not train: the indexer runs without gradients."""
@@ -55,6 +55,16 @@ ALL_FEATURES: dict[str, dict[str, Any]] = {
     # With one expert per token, normalized routing weights are 1 and routers have no gradient.
     "qwen3_5_moe": {"num_experts_per_tok": 2},
     "gemma4_moe": {"top_k_experts": 2},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        **{"mamba_num_heads": 4, "n_groups": 2, "conv_kernel": 3, "norm_topk_prob": True},
+    },
+    "granite4": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
+        **{"mamba_n_heads": 4, "mamba_expand": 4, "mamba_n_groups": 2},
+    },
     "llama4": {
         **{"no_rope_layer_interval": 3, "attention_chunk_size": 5, "use_qk_norm": True},
         **{"attn_temperature_tuning": True, "attn_scale": 0.7, "floor_scale": 3},
@@ -132,9 +142,11 @@ def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
     if "top_k" in section[own]:
         section[own] = {**section[own], "load_balance_loss_weight": 0.0, "z_loss_weight": 0.0}
     if "index_topk" in section[own]:
-        off = {"indexer_loss_weight": 0.0, "expert_bias_update_rate": 0.0}
-        section[own] = {**section[own], **off}
+        section[own] = {**section[own], "indexer_loss_weight": 0.0}
         section["frozen"] = ["*.attention.index_*", "*.router_bias"]
+    if "expert_bias" in section[own] or "index_topk" in section[own]:
+        # transformers does not update the biases
+        section[own] = {**section[own], "expert_bias_update_rate": 0.0}
     known = {
         "model": section,
         "train": {"steps": STEPS, "batch_size": ROWS, "sequence_length": TOKENS},

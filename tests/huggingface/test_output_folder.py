@@ -55,6 +55,8 @@ MAKERS = {
     "glm4_moe": maker.glm4_moe,
     "minimax_m2": maker.minimax_m2,
     "llama4": maker.llama4,
+    "granite4": maker.granite4,
+    "nemotron_h": maker.nemotron_h,
 }
 
 
@@ -119,6 +121,7 @@ def test_only_links_into_download_cache_are_followed(
         *(("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")),
         *(("qwen3_5", "BF16"), ("qwen3_5_moe", "F16"), ("glm4_moe", "BF16"), ("minimax_m2", "F32")),
         *(("llama4", "BF16"), ("gemma4", "BF16"), ("gemma4_small", "F16")),
+        *(("granite4", "BF16"), ("nemotron_h", "F32")),
     ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(
@@ -128,12 +131,15 @@ def test_other_families_and_dtypes_round_trip_bitwise(
     monkeypatch.setattr(import_, "SLAB_BYTES", 400)
     monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = MAKERS[kind](dtype)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
+    norm = "backbone.norm_f.weight" if kind == "nemotron_h" else "model.norm.weight"
+    tensors[norm] = tensors[norm].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
-    if kind == "qwen3_next":
-        del tensors["mtp.fc.weight"]
-        assert "omitted, because this model does not use them: mtp.fc" in capsys.readouterr().out
+    ignored = {"qwen3_next": "mtp.fc.weight", "nemotron_h": "mtp.layers.0.norm.weight"}
+    if kind in ignored:
+        del tensors[ignored[kind]]
+        text = f"omitted, because this model does not use them: {ignored[kind]}"
+        assert text in capsys.readouterr().out
     export(
         parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000
     )

@@ -51,6 +51,8 @@ CASES = [
     ("mixtral", ("adapter.targets=['*.experts.down']",)),
     ("gpt_oss", ("adapter.targets=['*.experts.*']",)),
     ("llama4", ("adapter.targets=['*.experts.*', '*.mlp.*']",)),
+    ("nemotron_h", ("adapter.targets=['*.experts.*', '*.mamba.mamba.[!o]*', '*.mlp.*']",)),
+    ("granite4", ("adapter.targets=['*.experts.*', '*.mamba.*', '*.attention.*']",)),
     ("qwen3_next", ("adapter.targets=['*.experts.down', '*.shared_up', '*.full.attention.*']",)),
 ]
 
@@ -67,6 +69,11 @@ def test_run_starts_from_peft_folder(
     assert found.keys() == {name for name in wanted if "_lora_" in name}
     for name, values in found.items():
         np.testing.assert_array_equal(values, wanted[name], err_msg=name)
+
+
+def test_adapter_of_module_that_peft_rejects_is_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is in a module that PEFT does not adapt"):
+        peft_folder("nemotron_h", tmp_path, "adapter.targets=['*.mamba.out']")
 
 
 def test_experts_with_separate_modules_are_read(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ ALL = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), ALL),
     **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral", "smollm3", "llama4_text"), ALL),
+    "granitemoehybrid": ALL,
     "olmo3": ("default", "linear", "yarn"),
     "ministral3": ("yarn", "llama3"),
     "gemma3_text": ("default", "linear"),
@@ -58,6 +59,12 @@ OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
     },
     "gpt_oss": {"sliding_window": 8},
+    "granitemoehybrid": {
+        "position_embedding_type": "rope",
+        "layer_types": ["mamba", "attention"] * 3,
+        "mamba_n_heads": 4,
+        "num_local_experts": 0,
+    },
     "olmo3": {"num_hidden_layers": 8, "sliding_window": 8},
     "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 4},
     "phi3": {"pad_token_id": 0},

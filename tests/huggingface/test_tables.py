@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,155 @@ _GEMMA4: dict[str, Any] = {
 """Keys that all published sizes of Gemma 4 share, except where another value is set."""
 
 # As published on the Hugging Face Hub, without irrelevant keys.
+GRANITE4: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "embedding_multiplier": 12,
+    "hidden_act": "silu",
+    "layer_types": [("attention" if layer % 10 == 5 else "mamba") for layer in range(40)],
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 40,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "tie_word_embeddings": True,
+    "vocab_size": 100352,
+}
+NEMOTRON_H: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "conv_kernel": 4,
+    "expand": 2,
+    "hidden_dropout": 0.0,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_logits_to_keep": 1,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131072,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "nemotron-h-8b": {
+        **NEMOTRON_H,
+        "attention_head_dim": 128,
+        "chunk_size": 256,
+        "hidden_size": 4096,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "intermediate_size": 21504,
+        "layer_norm_epsilon": 1e-05,
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 128,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 52,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+    },
+    "nemotron-nano2-9b": {
+        **NEMOTRON_H,
+        "head_dim": 128,
+        "hidden_size": 4480,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        "intermediate_size": 15680,
+        "mamba_head_dim": 80,
+        "mamba_num_heads": 128,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 56,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+    },
+    "nemotron3-nano-30b-a3b": {
+        **NEMOTRON_H,
+        "chunk_size": 128,
+        "head_dim": 128,
+        "hidden_size": 2688,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "intermediate_size": 1856,
+        "layer_norm_epsilon": 1e-05,
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 64,
+        "mamba_ssm_cache_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_eps": 1e-05,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 52,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "time_step_floor": 0.0001,
+        "time_step_max": 0.1,
+        "time_step_min": 0.001,
+        "topk_group": 1,
+    },
+    "granite4-h-micro": {
+        **GRANITE4,
+        "attention_multiplier": 0.015625,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "logits_scaling": 8,
+        "mamba_n_heads": 64,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 0,
+        "num_key_value_heads": 8,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 8192,
+    },
+    "granite4-h-tiny": {
+        **GRANITE4,
+        "attention_multiplier": 0.0078125,
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "logits_scaling": 6,
+        "mamba_n_heads": 48,
+        "num_attention_heads": 12,
+        "num_experts_per_tok": 6,
+        "num_key_value_heads": 4,
+        "num_local_experts": 64,
+        "shared_intermediate_size": 1024,
+    },
+    "granite4-h-small": {
+        **GRANITE4,
+        "attention_multiplier": 0.0078125,
+        "hidden_size": 4096,
+        "intermediate_size": 768,
+        "logits_scaling": 16,
+        "mamba_n_heads": 128,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 10,
+        "num_key_value_heads": 8,
+        "num_local_experts": 72,
+        "shared_intermediate_size": 1536,
+    },
     "olmo3-7b": olmo3(32, 4096, 32, 32, 11008),
     "olmo3-32b": olmo3(64, 5120, 40, 8, 27648),
     "smollm3-3b": {
@@ -1035,6 +1184,26 @@ def test_invalid_expert_layers_are_rejected(
 
 
 UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
+    (maker.nemotron_h, {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern"),
+    (maker.nemotron_h, {"hybrid_override_pattern": ""}, "hybrid_override_pattern"),
+    (maker.nemotron_h, {"layers_block_type": ["mamba", "rnn"]}, "layers_block_type"),
+    (maker.nemotron_h, {"layers_block_type": "mamba"}, "layers_block_type"),
+    (maker.nemotron_h, {"layer_types": []}, "layer_types"),
+    (maker.nemotron_h, {"moe_latent_size": 5}, "moe_latent_size"),
+    (maker.nemotron_h, {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+    (maker.nemotron_h, {"n_shared_experts": 2}, "n_shared_experts"),
+    (maker.nemotron_h, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    (maker.nemotron_h, {"use_bias": True}, "use_bias"),
+    (maker.nemotron_h, {"sliding_window": 8}, "sliding_window"),
+    (maker.granite4, {"layer_types": ["mamba", "attention"]}, "layer_types"),
+    (maker.granite4, {"layer_types": ["mamba", "mamba", "moe"]}, "layer_types"),
+    (maker.granite4, {"layer_types": "mamba"}, "layer_types"),
+    (maker.granite4, {"mamba_d_head": 6}, "mamba_d_head"),
+    (maker.granite4, {"mamba_expand": 2.5}, "mamba_expand"),
+    (maker.granite4, {"mamba_proj_bias": True}, "mamba_proj_bias"),
+    (maker.granite4, {"mamba_n_groups": 4}, "mamba_num_groups"),
+    (maker.granite4, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+    (maker.granite4, {"position_embedding_type": "alibi"}, "position_embedding_type"),
     (maker.qwen3_5, {"attn_output_gate": False}, "attn_output_gate"),
     (maker.qwen3_5, {"output_gate_type": "sigmoid"}, "output_gate_type"),
     (maker.qwen3_5, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers"),
@@ -1182,6 +1351,67 @@ def test_llama4_layers_round_trip(
     assert {key: again[key] for key in read if key.startswith("llama4.")} == {
         key: read[key] for key in read if key.startswith("llama4.")
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "value"),
+    [
+        ({"layer_types": None}, "attention_layers", []),
+        ({"layer_types": ["linear_attention", "mamba", WHOLE]}, "attention_layers", [2]),
+        ({"mamba_d_head": "auto"}, "mamba_head_dim", 5),
+        ({"position_embedding_type": "rope"}, "rotary_positions", True),
+        ({"num_experts_per_tok": None}, "top_k", 2),
+        ({"time_step_limit": [0.0, {"__float__": "Infinity"}]}, "num_experts", maker.EXPERTS),
+    ],
+)
+def test_granite4_variants_round_trip(
+    changes: dict[str, Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    read = config_values(tmp_path / "x", maker.granite4()[0] | changes)
+    assert read[f"granite4.{key}"] == value
+    table, written = table_for(read_description(tmp_path / "x").config)
+    text = to_json(table, written, {}, "bfloat16", {})
+    assert config_values(tmp_path / "x", json.loads(text)) == read
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "value"),
+    [
+        ({}, "hybrid_override_pattern", "M*E-"),
+        ({"layers_block_type": ["moe", "mamba", "mlp"]}, "hybrid_override_pattern", "EM-"),
+        ({"layer_types": ["linear_attention", WHOLE]}, "hybrid_override_pattern", "M*"),
+        ({"hybrid_override_pattern": None}, "hybrid_override_pattern", "ME*-"),
+        ({"time_step_min": 0.5}, "mamba_min_time_step", 0.5),
+        ({"use_conv_bias": False}, "mamba_conv_bias", False),
+    ],
+)
+def test_nemotron_h_variants_round_trip(
+    changes: dict[str, Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    read = config_values(tmp_path / "x", maker.nemotron_h()[0] | changes)
+    assert read[f"nemotron_h.{key}"] == value
+    assert read["num_layers"] == len(read["nemotron_h.hybrid_override_pattern"])
+    table, written = table_for(read_description(tmp_path / "x").config)
+    text = to_json(table, written, {}, "bfloat16", {})
+    assert config_values(tmp_path / "x", json.loads(text)) == read
+
+
+def test_nemotron_h_experts_without_shared_expert_are_not_exported(tmp_path: Path) -> None:
+    config_values(tmp_path / "x", maker.nemotron_h()[0])
+    config = read_description(tmp_path / "x").config
+    with pytest.raises(ConfigError, match="d_shared_expert = 0"):
+        table_for(replace(config, own=replace(config.own, d_shared_expert=0)))
+    only_mlp = replace(config.own, d_shared_expert=0, hybrid_override_pattern="M*-")
+    table, _ = table_for(replace(config, own=only_mlp))
+    assert table.architecture == "NemotronHForCausalLM"
+
+
+def test_granite4_width_that_transformers_lacks_is_not_exported(tmp_path: Path) -> None:
+    config_values(tmp_path / "x", maker.granite4()[0])
+    config = read_description(tmp_path / "x").config
+    odd = replace(config, own=replace(config.own, mamba_head_dim=4))
+    with pytest.raises(ConfigError, match="mamba_num_heads must be a multiple of model.d_model"):
+        table_for(odd)
 
 
 LINEAR = ["linear_attention", "linear_attention", "full_attention"]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.models.layers import mlp
 from maxpipe.models.spec import Constant, Normal, Param
 from maxpipe.nn.decoder import init_params, normal_approximation
-from maxpipe.nn.mlp import GatedMLP, gated_activation, quantized_gated_mlp
+from maxpipe.nn.mlp import MLP, apply_activation, quantized_mlp
 from maxpipe.nn.module import LayerNorm, RMSNorm
 from maxpipe.parallel.lora_weight import dropout
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
@@ -92,7 +92,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("function", [silu, gelu])
 def test_gated_mlp_follows_its_formula(function: Any) -> None:
-    module = GatedMLP(mlp.GatedMLP(16, 24, 0.25, function.__name__), RULES)
+    module = MLP(mlp.MLP(16, 24, 0.25, function.__name__), RULES)
     weights = with_values(module)
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
     wide = np.asarray(x, np.float64)
@@ -205,11 +205,11 @@ def test_8_bit_gated_mlp_equals_separate_matmuls(form: Any, weight_gradients: bo
     largest = jnp.abs(x).max(-1, keepdims=True)
 
     def whole(x: Any, weights: Any) -> Any:
-        return quantized_gated_mlp(x, largest, weights, "silu", how, RULES, "")
+        return quantized_mlp(x, largest, weights, "silu", how, RULES, "")
 
     def one_by_one(x: Any, weights: Any) -> Any:
         gate, up = matmuls(x, None, weights[:2], 1, how, True)
-        hidden = gated_activation(gate, up, "silu", in_8_bits=True)
+        hidden = apply_activation((gate, up), "silu", in_8_bits=True)
         return matmuls(hidden, None, weights[2:], 1, how, False)[0]
 
     @jax.jit

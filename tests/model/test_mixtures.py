@@ -16,10 +16,12 @@ from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.glm4_moe import Glm4MoeConfig
 from maxpipe.models.gpt_oss import GptOssConfig
+from maxpipe.models.granite4 import Granite4Config
 from maxpipe.models.layers import experts
-from maxpipe.models.layers.mlp import ClampedSilu, GatedMLP, ScaledInput
+from maxpipe.models.layers.mlp import MLP, ClampedSilu, ScaledInput
 from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.minimax_m2 import MinimaxM2Config
+from maxpipe.models.nemotron_h import NemotronHConfig
 from maxpipe.models.qwen3_5 import Qwen35Config
 from maxpipe.models.qwen3_5_moe import Qwen35MoeConfig
 from maxpipe.models.qwen3_moe import Qwen3MoeConfig
@@ -71,6 +73,33 @@ OWN: dict[str, Any] = {
     ),
     "minimax_m2": MinimaxM2Config(num_experts=5, d_expert=14, rotary_dim=4, rope_factor=4.0),
     "gpt_oss": GptOssConfig(num_experts=5, d_expert=14, sliding_window=3, rope_factor=4.0),
+    "nemotron_h": NemotronHConfig(
+        hybrid_override_pattern="ME*-E",
+        num_experts=6,
+        d_expert=14,
+        d_shared_expert=11,
+        score_func="sigmoid",
+        num_expert_groups=3,
+        expert_groups_per_token=2,
+        expert_bias=True,
+        mamba_num_heads=6,
+        mamba_head_dim=7,
+        mamba_num_groups=2,
+        mamba_state_dim=5,
+        mamba_chunk_size=4,
+        mamba_min_time_step=0.3,
+    ),
+    "granite4": Granite4Config(
+        num_experts=5,
+        d_expert=14,
+        attention_layers=[1, 4],
+        residual_multiplier=0.5,
+        mamba_num_heads=6,
+        mamba_head_dim=7,
+        mamba_num_groups=2,
+        mamba_state_dim=5,
+        mamba_chunk_size=4,
+    ),
     "llama4": Llama4Config(
         num_experts=5,
         d_expert=14,
@@ -138,7 +167,7 @@ def test_routing_weights_that_scale_inputs_equal_numpy_reference(
     capacity: float, per_token: int
 ) -> None:
     """The reference loops over tokens and experts, as in Llama 4."""
-    shared = GatedMLP(6, 7, 1.0)
+    shared = MLP(6, 7, 1.0)
     part = experts.Experts(
         *(6, 7, 5, per_token, 1.0, 0.1),
         **{"capacity": capacity, "function": ScaledInput("silu"), "scores": "sigmoid"},

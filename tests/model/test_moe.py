@@ -17,7 +17,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import experts
-from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.registry import describe, summaries
 from maxpipe.models.spec import Matmul
@@ -294,7 +294,7 @@ def test_tokens_beyond_expert_capacity_are_dropped(capacity: float) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_sigmoid_scores_shared_experts_and_router_losses(gated: bool) -> None:
-    shared = GatedMLP(6, 9, 1.0)
+    shared = MLP(6, 9, 1.0)
     module, w, x = of_experts(
         scores="sigmoid",
         weight_scale=2.5,

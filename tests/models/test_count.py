@@ -146,6 +146,12 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("llama4-maverick-400b-a17b", 401_583_781_376 - 871_932_416),
         ("granite3-2b", 2_533_531_648),
         ("granite3-8b", 8_170_848_256),
+        ("nemotron-h-8b", 8_100_852_736),
+        ("nemotron-nano2-9b", 8_888_227_328),
+        ("nemotron3-nano-30b-a3b", 31_577_940_288),
+        ("granite4-h-micro", 3_191_396_096),
+        ("granite4-h-tiny", 6_939_037_248),
+        ("granite4-h-small", 32_207_337_984),
         # Published as 30.7B and 25.2B parameters.
         ("gemma4-31b", 30_697_345_340),
         ("gemma4-26b-a4b", 25_233_141_790),

@@ -124,6 +124,8 @@ def _folders(root: Path) -> list[Seed]:
         "mixtral": (maker.mixtral("F16"), 1),
         "llama4": (maker.llama4(), 1),
         "qwen3-next": (maker.qwen3_next(), 1),
+        "granite4": (maker.granite4(), 1),
+        "nemotron-h": (maker.nemotron_h(), 2),
         "gpt-oss": (maker.gpt_oss(), 2),
     }
     found = []

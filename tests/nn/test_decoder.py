@@ -15,11 +15,10 @@ import pytest
 
 from maxpipe.config.load import load
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import LayerType, Model
-from maxpipe.nn import decoder as decoder_module
-from maxpipe.nn import mlp
+from maxpipe.nn import block, mlp
 from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.module import LayerContext, Output
 from maxpipe.parallel.axes import MeshConfig
@@ -284,7 +283,7 @@ def test_dropout_is_disabled_without_key_or_rate(params: dict[str, Any]) -> None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Counting(GatedMLP):
+class _Counting(MLP):
     """An MLP that also returns a loss and a statistic."""
 
     @property
@@ -292,7 +291,7 @@ class _Counting(GatedMLP):
         return {"size": 0.25}
 
 
-class _CountingModule(mlp.GatedMLP):
+class _CountingModule(mlp.MLP):
     def __call__(self, x: jax.Array, context: LayerContext) -> Output:
         found = super().__call__(x, context)
         counted = context.inputs["loss_mask"].astype(jnp.float32)[..., None]
@@ -302,8 +301,8 @@ class _CountingModule(mlp.GatedMLP):
 
 def test_layer_types_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with layers run one by one; losses are summed, statistics are kept per layer."""
-    table = {**decoder_module._MODULES, _Counting: _CountingModule}
-    monkeypatch.setattr(decoder_module, "_MODULES", table)
+    table = {**block._MODULES, _Counting: _CountingModule}
+    monkeypatch.setattr(block, "_MODULES", table)
     decoder, plain = decoder_with(num_layers=5), describe(SMALL)
     first, second = plain.layer_types["layer"].branches
     counting = LayerType((first, dataclasses.replace(second, part=_Counting(16, 20, 0.5))))

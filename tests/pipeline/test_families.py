@@ -17,11 +17,13 @@ from maxpipe.models.glm4_moe import Glm4MoeConfig
 from maxpipe.models.glm_moe_dsa import GlmMoeDsaConfig
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.granite import GraniteConfig
+from maxpipe.models.granite4 import Granite4Config
 from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.minimax_m2 import MinimaxM2Config
 from maxpipe.models.ministral3 import Ministral3Config
 from maxpipe.models.mistral import MistralConfig
 from maxpipe.models.moe import MoeConfig, RoutedConfig
+from maxpipe.models.nemotron_h import NemotronHConfig
 from maxpipe.models.olmo2 import Olmo2Config
 from maxpipe.models.olmo3 import Olmo3Config
 from maxpipe.models.phi3 import Phi3Config
@@ -121,6 +123,38 @@ PHI = Phi3Config(
 )
 GRANITE = GraniteConfig(
     embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.3, logit_divisor=1.6
+)
+MAMBA2: dict[str, Any] = {
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 5,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 7,
+    "mamba_conv_kernel_dim": 3,
+    "mamba_chunk_size": 4,
+}
+GRANITE4 = Granite4Config(
+    attention_layers=[1, 4],
+    embedding_multiplier=3.0,
+    residual_multiplier=0.3,
+    rotary_positions=True,
+    **MAMBA2,
+)
+GRANITE4_MOE = replace(
+    GRANITE4, num_experts=5, d_expert=12, load_balance_loss_weight=0.3, rotary_positions=False
+)
+NEMOTRON = NemotronHConfig(
+    hybrid_override_pattern="ME*-",
+    num_experts=6,
+    d_expert=12,
+    d_shared_expert=10,
+    score_func="sigmoid",
+    num_expert_groups=3,
+    expert_groups_per_token=2,
+    group_scores="top2",
+    routed_scaling_factor=2.5,
+    expert_bias=True,
+    mamba_min_time_step=0.01,
+    **MAMBA2,
 )
 HYBRID: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -284,6 +318,10 @@ CASES = [
     Case(
         2, 2, 3, own=NEXT, epsilon=0.01, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2
     ),
+    Case(4, 1, 7, own=GRANITE4_MOE, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(4, 1, 7, own=NEMOTRON, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(2, 2, 3, own=NEMOTRON, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2),
+    Case(2, 2, 3, own=GRANITE4, tied=True, layers=5, schedule="zb_v", fsdp=2, tensor=2),
     Case(4, 1, 7, own=QWEN3_5, epsilon=0.1, layers=9, schedule="zb_h1", remat="names", data=2),
     Case(
         2,
@@ -363,6 +401,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GROUPED},
     {"own": ROOM},
     {"own": NEXT, "epsilon": 0.01},
+    *({"own": own} for own in (GRANITE4, GRANITE4_MOE, NEMOTRON)),
     *({"own": own, "epsilon": 0.1} for own in (QWEN3_5, QWEN3_5_MOE)),
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     *({"own": own} for own in (QWEN3_MOE, GPT_OSS, GLM, MINIMAX)),

@@ -12,7 +12,7 @@ from maxpipe.config.schema import Config
 from maxpipe.hardware import published_hardware
 from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Branch, Dims, LayerType, Matmul, Model, Operation
 from maxpipe.planner import sizes as sizes_module
@@ -29,7 +29,7 @@ MESH, PIPELINE = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}
 
 
 @dataclass(frozen=True)
-class Routed(GatedMLP):
+class Routed(MLP):
     """MLP of which each token needs a quarter of the weights, although all are multiplied."""
 
     @property

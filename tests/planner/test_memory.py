@@ -96,6 +96,37 @@ DENSE_STATES = {
         "rotary_dim": 4,
     },
 }
+MAMBA2: dict[str, Any] = {
+    "num_layers": 7,
+    "family": "granite4",
+    "granite4": {
+        "attention_layers": [2, 5],
+        "num_experts": 5,
+        "d_expert": 28,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 11,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 7,
+        "mamba_chunk_size": 16,
+    },
+}
+UNGATED: dict[str, Any] = {
+    "num_layers": 8,
+    "family": "nemotron_h",
+    "nemotron_h": {
+        "hybrid_override_pattern": "ME*-",
+        "num_experts": 6,
+        "d_expert": 28,
+        "d_shared_expert": 38,
+        "score_func": "sigmoid",
+        "expert_bias": True,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 11,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 7,
+        "mamba_chunk_size": 16,
+    },
+}
 GLM: dict[str, Any] = {
     "num_layers": 6,
     "family": "glm4_moe",
@@ -159,6 +190,27 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         DENSE_STATES,
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        MAMBA2,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        MAMBA2 | {"granite4": MAMBA2["granite4"] | {"num_experts": 0}},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "remat": "none"},
+    ),
+    (
+        UNGATED,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (UNGATED, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
+    (
+        UNGATED | {"nemotron_h": UNGATED["nemotron_h"] | {"hybrid_override_pattern": "M-*-"}},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 4, "remat": "none"},
     ),
     (
         GLM,
@@ -482,6 +534,19 @@ def test_sublayers_save_declared_activations(
     changes: dict[str, Any], remat: str, tokens: int
 ) -> None:
     check_saved_bytes(changes, remat, tokens)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize("attention", ["xla", "blockwise"])
+def test_layers_with_one_branch_save_declared_activations(attention: str, remat: str) -> None:
+    own = {**UNGATED["nemotron_h"], "hybrid_override_pattern": "M-*"}
+    check_saved_bytes(UNGATED | {"attention": attention, "nemotron_h": own}, remat, 16)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+def test_mamba_layers_save_declared_activations(remat: str) -> None:
+    own = {**MAMBA2["granite4"], "num_experts": 0}
+    check_saved_bytes(MAMBA2 | {"granite4": own}, remat, 16)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])

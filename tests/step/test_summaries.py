@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.registry import FAMILIES, describe, summaries
 from maxpipe.models.spec import LayerType, Model, Summary
 from maxpipe.step.step import compute_layer_metrics
@@ -19,7 +19,7 @@ from tests.cases import MODEL
 
 
 @dataclass(frozen=True)
-class Reporting(GatedMLP):
+class Reporting(MLP):
     """An MLP that declares a loss and a statistic."""
 
     metrics: ClassVar[Mapping[str, Summary]] = {

@@ -108,7 +108,7 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             Code.MESH_UNSUPPORTED,
             key,
-            f"must be 1 with {FAMILY} = {config.model.family}: its linear attention needs all "
+            f"must be 1 with {FAMILY} = {config.model.family}: its recurrent layers need all "
             "tokens of a sequence on one device.",
             f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
         )

@@ -344,6 +344,16 @@ class Attention(Part):
                 held += norm
         return held
 
+    def deferred_if_unread(self, saved: frozenset[str]) -> Held:
+        """Return the values and probabilities, from which the weight gradient recomputes the input
+        of the output projection, minus that input.
+
+        Backends that do not store scores compute this input for the input gradients too.
+        """
+        if "context" in saved or score_storage(self.backend) == "block":
+            return NOTHING
+        return Held(compute_dtype=((-1.0, self._query), (1.0, self._key)), pairs=(1.0, 0.0, 0.0))
+
     @property
     def inputs(self) -> tuple[str, ...]:
         """Return the names of the projections of the sublayer's input."""

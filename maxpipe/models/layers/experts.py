@@ -1,4 +1,4 @@
-"""Mixture of experts: a router selects a few gated MLPs for each token."""
+"""Mixture of experts: a router selects a few MLPs for each token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from maxpipe.models.layers.mlp import Gate, GatedMLP, RMSNorm
+from maxpipe.models.layers.mlp import MLP, Activation, RMSNorm, input_projections
 from maxpipe.models.spec import (
     NOTHING,
     Constant,
@@ -79,14 +79,14 @@ class Experts(Part):
     (arXiv:2412.19437)."""
     weight_scale: float = 1.0
     """Factor that multiplies the routing weights of the experts."""
-    shared: GatedMLP | None = None
+    shared: MLP | None = None
     """Shared expert that processes every token (arXiv:2401.06066)."""
     shared_gated: bool = False
     """Whether the shared expert's output is multiplied by a per-token sigmoid gate."""
     normalised: bool = True
     """Whether the probabilities of a token's experts are normalized so that they sum to 1."""
-    function: Gate = "silu"
-    """Activation function of the gates."""
+    function: Activation = "silu"
+    """Activation function of the experts."""
     dispatch: Literal["auto", "dense", "grouped"] = "auto"
     """Whether tokens are processed by all experts or only by the selected experts. `auto` applies
     only the selected experts if they are at most half of all experts."""
@@ -180,10 +180,10 @@ class Experts(Part):
         experts, routes = (self.num_experts, "experts"), (self.num_experts, "routes")
         embed, within = (self.d_model, "embed"), (self.d_model, "expert_embed")
         mlp = (self.d_mlp, "mlp")
+        into = Param((within, experts, mlp), Normal(self.d_model), linear=1, expert_dim=1)
         params = {
             "router": Param((embed, routes), Normal(self.d_model)),
-            "gate": Param((within, experts, mlp), Normal(self.d_model), linear=1, expert_dim=1),
-            "up": Param((within, experts, mlp), Normal(self.d_model), linear=1, expert_dim=1),
+            **dict.fromkeys(self._inputs, into),
             "down": Param(
                 (experts, mlp, within), Normal(self.d_mlp, self.out_gain), linear=1, expert_dim=0
             ),
@@ -194,8 +194,8 @@ class Experts(Part):
             )
             params["router_bias"] = bias
         if self.biased:
-            dims = {"logit": (routes,), "gate": (experts, mlp), "up": (experts, mlp)}
-            for name, each in (dims | {"down": (experts, within)}).items():
+            dims: dict[str, Dims] = {"logit": (routes,), "down": (experts, within)}
+            for name, each in (dims | dict.fromkeys(self._inputs, (experts, mlp))).items():
                 params[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
         if self.input_norm is not None:
             scale = self.input_norm.params["scale"]
@@ -217,9 +217,9 @@ class Experts(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return both gate inputs (gate and up projections) for all token-expert pairs."""
+        """Return the inputs of the activation for all token-expert pairs."""
         hidden = ((math.ceil(self._rows_in_memory), "experts"), *self._hidden)
-        dims_of: dict[str, Dims] = {"expert_gate": hidden, "expert_up": hidden}
+        dims_of: dict[str, Dims] = {f"expert_{name}": hidden for name in self._inputs}
         return dims_of | {f"shared_{name}": dims for name, dims in self._of_shared("activations")}
 
     @property
@@ -231,7 +231,7 @@ class Experts(Part):
         """
         needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
         operations = [Matmul("router")]
-        names = ["gate", "up", "down"]
+        names = [*self._inputs, "down"]
         names += [f"{name}_bias" for name in names] if self.biased else []
         operations += [Matmul(name, needed, computed) for name in names]
         if self.shared is not None:
@@ -260,54 +260,56 @@ class Experts(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output, the gate inputs, and two copies of the last matmul's
-        input.
+        """Return the input, the output, the inputs of the activation, and two copies of the last
+        matmul's input.
         """
-        arrays = self._with_rows(6.0, width=2.0, placed=2.0)
+        arrays = self._with_rows(self._around_activation, width=2.0, placed=2.0)
         return arrays if self.shared is None else arrays + self.shared.traffic
 
     @property
     def backward_peak(self) -> Held:
-        """Return the gate inputs and outputs, their gradients, and the tokens sent to other
-        devices.
+        """Return the inputs and outputs of the activation, their gradients, and the tokens sent to
+        other devices.
         """
-        return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
+        return self._with_rows(self._around_activation, placed=2.0 + (self.shards > 1))
 
     @property
     def gpu_peak(self) -> Held:
         """Return the arrays that are live on a GPU with kernels. Tokens sent to other devices need
         no copy, unless chunks are in flight.
         """
-        return self._with_rows(6.0, placed=2.0 + 0.75 * (self.all_to_all_chunks > 1))
+        placed = 2.0 + 0.75 * (self.all_to_all_chunks > 1)
+        return self._with_rows(self._around_activation, placed=placed)
 
     @property
     def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
-        """Return the arrays while tokens are received from other devices, while the gates are
+        """Return the arrays while tokens are received from other devices, while the activation is
         differentiated, while the inputs' cotangents are computed, and during the weight gradients.
 
-        The output projection is used before the gates are differentiated. All weights are used
+        The output projection is used before the activation is differentiated. All weights are used
         before the weight gradients.
         """
         if not self.grouped:
             return ()
         sent = self.shards > 1
         moments = (
-            (self.backward_peak, 2 / 3),
-            (self._with_rows(3.0, placed=5.0 + sent), 0.0),
+            (self.backward_peak, self._count / (self._count + 1)),
+            (self._with_rows(self._count + 1.0, placed=5.0 + sent), 0.0),
             (self._with_rows(1.0 * sent, placed=3.0 * sent), None),
         )
         return ((self._with_rows(0.0, placed=5.0), 1.0), *moments) if sent else moments
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of matmuls and gates, the expert weights, and the indices of permuted
-        tokens.
+        """Return the inputs of matmuls and activations, the expert weights, and the indices of
+        permuted tokens.
 
         The float32 arrays are the probabilities, the z-loss terms, the selected experts, and sums
         over experts. The residuals of the load-balance loss are negligible.
         """
         extra = float(self.normalised)
-        arrays = self._with_rows(3.0, width=1.0, placed=1.0 if self.capacity else 0.0)
+        placed = 1.0 if self.capacity else 0.0
+        arrays = self._with_rows(self._count + 1.0, width=1.0, placed=placed)
         scores = Held(
             float32=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())), one_byte=((1.0, ()),)
         )
@@ -347,17 +349,18 @@ class Experts(Part):
         """Return the inputs of all matmuls and the cotangents of their outputs (float32 for the
         router).
 
-        If `recomputed` is set, the input of the last matmul is recomputed from the gate inputs and
-        the routing weights, unless it has been saved.
+        If `recomputed` is set, the input of the last matmul is recomputed from the inputs of the
+        activation and the routing weights, unless it has been saved.
         """
+        saved = self._count + 1.0
         arrays = self._places + Held(float32=((1.0, self._each),))
         if not recomputed:
-            arrays += self._with_rows(3.0, width=2.0, placed=1.0 if self.capacity else 0.0)
+            arrays += self._with_rows(saved, width=2.0, placed=1.0 if self.capacity else 0.0)
             arrays += self._weights_for_biases if self.biased else Held()
         elif normed:
-            arrays += self._with_rows(3.0, width=1.0)
+            arrays += self._with_rows(saved, width=1.0)
         else:
-            arrays += self._with_rows(4.0, width=1.0) + self._weights
+            arrays += self._with_rows(2.0 * self._count, width=1.0) + self._weights
         if self.biased and self.grouped:
             arrays += Held(float32=((1.0, self._choices),))
             arrays += self._weights_for_biases if recomputed else Held()
@@ -484,6 +487,19 @@ class Experts(Part):
         if self.permutes_tokens:
             arrays += Held(compute_dtype=(self.per_token_rows(placed, self._width),))
         return arrays
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return input_projections(self.function)
+
+    @property
+    def _count(self) -> int:
+        return len(self._inputs)
+
+    @property
+    def _around_activation(self) -> float:
+        """Return the number of inputs and outputs of the activation, and of their gradients."""
+        return 2.0 * self._count + 2.0
 
     @property
     def _weights(self) -> Held:

@@ -48,6 +48,8 @@ class Mamba2(Recurrent):
     """Gain of the output projection, which writes to the residual stream."""
     chunk: int = 256
     """Number of tokens per chunk, a power of two."""
+    min_time_step: float = 0.0
+    """Minimum of the time steps."""
 
     @property
     def group(self) -> int:

@@ -1,4 +1,4 @@
-"""Gated MLP, RMSNorm and LayerNorm."""
+"""MLP, RMSNorm and LayerNorm."""
 
 from __future__ import annotations
 
@@ -38,62 +38,75 @@ class ScaledInput(NamedTuple):
     function: Literal["silu", "gelu"]
 
 
-Gate = Literal["silu", "gelu"] | ClampedSilu | ScaledInput
+class Ungated(NamedTuple):
+    """Activation of an MLP without a gate, `f(u)`, as in Nemotron-H."""
+
+    function: Literal["relu2"]
+    """Name of f: the squared ReLU (arXiv:2109.08668)."""
+
+
+Activation = Literal["silu", "gelu"] | ClampedSilu | ScaledInput | Ungated
 """Activation that combines the gate and up projections: `f(gate) * up` for a named f, or a class
 that defines the complete formula."""
 
 
+def input_projections(function: Activation) -> tuple[str, ...]:
+    """Return the names of the projections of an MLP's input."""
+    return ("up",) if isinstance(function, Ungated) else ("gate", "up")
+
+
 @dataclass(frozen=True)
-class GatedMLP(Part):
-    """Gated MLP `(f(x W_gate) * (x W_up)) W_down`, that is, SwiGLU or GEGLU of arXiv:2002.05202."""
+class MLP(Part):
+    """Gated MLP `(f(x W_gate) * (x W_up)) W_down`, that is, SwiGLU or GEGLU of arXiv:2002.05202, or
+    an MLP without a gate, `f(x W_up) W_down`.
+    """
 
     d_model: int
     d_mlp: int
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
-    function: Gate = "silu"
-    """Activation function of the gate. GELU uses the tanh approximation, as in the released
-    models."""
+    function: Activation = "silu"
+    """Activation function. GELU uses the tanh approximation, as in the released models."""
 
     @property
     def params(self) -> Mapping[str, Param]:
         embed, mlp = (self.d_model, "embed"), (self.d_mlp, "mlp")
-        return {
-            "gate": Param((embed, mlp), Normal(self.d_model), num_contracted_dims=1),
-            "up": Param((embed, mlp), Normal(self.d_model), num_contracted_dims=1),
-            "down": Param((mlp, embed), Normal(self.d_mlp, self.out_gain), num_contracted_dims=1),
-        }
+        into = Param((embed, mlp), Normal(self.d_model), num_contracted_dims=1)
+        out = Param((mlp, embed), Normal(self.d_mlp, self.out_gain), num_contracted_dims=1)
+        return {**dict.fromkeys(self._inputs, into), "down": out}
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return both inputs of the gate: the gate and up projections."""
-        return {"gate": self._hidden, "up": self._hidden}
+        """Return the inputs of the activation: the gate and up projections."""
+        return dict.fromkeys(self._inputs, self._hidden)
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return the three projections."""
-        return Matmul("gate"), Matmul("up"), Matmul("down")
+        """Return the projections."""
+        return tuple(map(Matmul, (*self._inputs, "down")))
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output, and the gate inputs, which are written to memory and read
-        back.
+        """Return the input, the output, and the inputs of the activation, which are written to
+        memory and read back.
         """
-        return Held(compute_dtype=((2.0, self._width), (4.0, self._hidden)))
+        return Held(compute_dtype=((2.0, self._width), (2.0 * len(self._inputs), self._hidden)))
 
     @property
     def backward_peak(self) -> Held:
-        """Return the gate inputs and output, and their gradients."""
-        return Held(compute_dtype=((6.0, self._hidden),))
+        """Return the inputs and the output of the activation, and their gradients."""
+        return Held(compute_dtype=((2.0 * len(self._inputs) + 2.0, self._hidden),))
 
     @property
     def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
-        """Return the arrays after the gate has been differentiated, and the arrays while two weight
-        gradients are held in float32.
+        """Return the arrays after the activation has been differentiated, and the arrays while the
+        gradients of the input projections are held in float32.
         """
+        inputs = len(self._inputs)
+        share = inputs / len(self.params)
         return tuple(
             (Held(compute_dtype=((copies, self._hidden),)), share)
-            for copies, share in ((3.0, 2 / 3), (2.0, 4 / 3))
+            for copies, share in ((inputs + 1.0, share), (1.0 * inputs, 2 * share))
         )
 
     @property
@@ -101,22 +114,27 @@ class GatedMLP(Part):
         """Return the additional gradient copies that exist without optimization barriers. With
         barriers, the inputs are freed before the transposes run.
         """
-        return Held(compute_dtype=((2.0, self._hidden),))
+        return Held(compute_dtype=((1.0 * len(self._inputs), self._hidden),))
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of all matmuls and the gate inputs."""
-        return Held(compute_dtype=((1.0, self._width), (3.0, self._hidden)))
+        """Return the inputs of all matmuls and of the activation."""
+        return Held(compute_dtype=((1.0, self._width), (len(self._inputs) + 1.0, self._hidden)))
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of all matmuls and the cotangents of their outputs.
 
-        If `recomputed` is set, the gate output is recomputed from its inputs, unless it has been
-        saved.
+        If `recomputed` is set, the output of the activation is recomputed from its inputs, unless
+        it has been saved.
         """
-        if recomputed:
-            return Held(compute_dtype=((1.0, self._width), (3.0 if normed else 4.0, self._hidden)))
-        return Held(compute_dtype=((2.0, self._width), (3.0, self._hidden)))
+        inputs = len(self._inputs)
+        hidden = 2.0 * inputs if recomputed and not normed else inputs + 1.0
+        width = 1.0 if recomputed else 2.0
+        return Held(compute_dtype=((width, self._width), (hidden, self._hidden)))
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return input_projections(self.function)
 
     @property
     def _width(self) -> Dims:
