@@ -140,6 +140,10 @@ class _Layers:
         if not isinstance(pattern, str) or not pattern or not {*pattern} <= {*_NAMES}:
             rule = "must consist of the letters M, *, - and E."
             raise UnsupportedError("hybrid_override_pattern", pattern, rule)
+        count = theirs.get("num_hidden_layers")
+        if count is not None and (type(count) is not int or count != len(pattern)):
+            rule = f"must be {len(pattern)}, the number of listed layers, or absent."
+            raise UnsupportedError("num_hidden_layers", count, rule)
         return {"num_layers": len(pattern), "nemotron_h.hybrid_override_pattern": pattern}
 
     def write(self, ours: Ours) -> Theirs:

@@ -1189,6 +1189,7 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     (maker.nemotron_h, {"layers_block_type": ["mamba", "rnn"]}, "layers_block_type"),
     (maker.nemotron_h, {"layers_block_type": "mamba"}, "layers_block_type"),
     (maker.nemotron_h, {"layer_types": []}, "layer_types"),
+    (maker.nemotron_h, {"num_hidden_layers": 5}, "num_hidden_layers"),
     (maker.nemotron_h, {"moe_latent_size": 5}, "moe_latent_size"),
     (maker.nemotron_h, {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
     (maker.nemotron_h, {"n_shared_experts": 2}, "n_shared_experts"),
@@ -1378,8 +1379,16 @@ def test_granite4_variants_round_trip(
     ("changes", "key", "value"),
     [
         ({}, "hybrid_override_pattern", "M*E-"),
-        ({"layers_block_type": ["moe", "mamba", "mlp"]}, "hybrid_override_pattern", "EM-"),
-        ({"layer_types": ["linear_attention", WHOLE]}, "hybrid_override_pattern", "M*"),
+        (
+            {"layers_block_type": ["moe", "mamba", "mlp"], "num_hidden_layers": 3},
+            "hybrid_override_pattern",
+            "EM-",
+        ),
+        (
+            {"layer_types": ["linear_attention", WHOLE], "num_hidden_layers": None},
+            "hybrid_override_pattern",
+            "M*",
+        ),
         ({"hybrid_override_pattern": None}, "hybrid_override_pattern", "ME*-"),
         ({"time_step_min": 0.5}, "mamba_min_time_step", 0.5),
         ({"use_conv_bias": False}, "mamba_conv_bias", False),
