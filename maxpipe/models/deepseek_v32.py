@@ -105,7 +105,7 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
         )
     if own.indexer_stage == "dense" and not own.indexer_loss_weight:
         yield RuleViolation(
-            Code.CFG_CONFLICT,
+            Code.CFG_VALUE,
             f"{section}.indexer_loss_weight",
             f"must be greater than 0 with {section}.indexer_stage=dense, because this loss trains "
             "the indexer and all other parameters are frozen.",

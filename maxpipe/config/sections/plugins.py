@@ -14,7 +14,7 @@ def _as_list(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginsConfig:
-    """Python code that adds families, objectives, data sources, schedules and trackers."""
+    """Python code that adds families, objectives, data sources, schedules or trackers."""
 
     modules: list[str] = field(
         default_factory=list,
