@@ -109,6 +109,19 @@ def test_gated_mlp_follows_its_formula(function: Any) -> None:
     np.testing.assert_allclose((np.asarray(slope) * step).sum(), difference, rtol=1e-4)
 
 
+def test_mlp_without_gate_follows_its_formula() -> None:
+    module = MLP(mlp.MLP(16, 24, 0.25, mlp.Ungated("relu2")), RULES)
+    weights = with_values(module)
+    assert {*weights} == {"up", "down"}
+    x = jax.random.normal(jax.random.key(1), (2, 5, 16))
+    wide, cotangent = np.asarray(x, np.float64), np.ones((2, 5, 16))
+    up, down = weights["up"], weights["down"]
+    positive = np.maximum(wide @ up, 0)
+    found, pull = jax.vjp(jax.jit(lambda x: module(x, NO_CONTEXT).x), x)
+    assert_close(found, positive**2 @ down)
+    assert_close(pull(found * 0 + 1)[0], (cotangent @ down.T * 2 * positive) @ up.T)
+
+
 def test_init_params_follows_declared_initializers() -> None:
     dims = ((400, "embed"), (50, "mlp"))
     declared = {
@@ -196,21 +209,24 @@ def test_dropout_of_example_depends_only_on_own_key() -> None:
 
 @pytest.mark.parametrize("weight_gradients", [False, True])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_8_bit_gated_mlp_equals_separate_matmuls(form: Any, weight_gradients: bool) -> None:
+@pytest.mark.parametrize("function", ["silu", mlp.Ungated("relu2")])
+def test_8_bit_mlp_equals_separate_matmuls(
+    function: mlp.Activation, form: Any, weight_gradients: bool
+) -> None:
     how = MatmulQuantizer(form, "channel", weight_gradients)
     keys = jax.random.split(jax.random.key(0), 5)
     x, cotangent = (jax.random.normal(key, (2, 8, 32)) for key in keys[:2])
-    shapes = (32, 48), (32, 48), (48, 32)
-    weights = tuple(jax.random.normal(*pair) for pair in zip(keys[2:], shapes, strict=True))
+    shapes = (*((32, 48) for _ in mlp.input_projections(function)), (48, 32))
+    weights = tuple(jax.random.normal(*pair) for pair in zip(keys[2:], shapes, strict=False))
     largest = jnp.abs(x).max(-1, keepdims=True)
 
     def whole(x: Any, weights: Any) -> Any:
-        return quantized_mlp(x, largest, weights, "silu", how, RULES, "")
+        return quantized_mlp(x, largest, weights, function, how, RULES, "")
 
     def one_by_one(x: Any, weights: Any) -> Any:
-        gate, up = matmuls(x, None, weights[:2], 1, how, True)
-        hidden = apply_activation((gate, up), "silu", in_8_bits=True)
-        return matmuls(hidden, None, weights[2:], 1, how, False)[0]
+        inputs = matmuls(x, None, weights[:-1], 1, how, True)
+        hidden = apply_activation(inputs, function, in_8_bits=True)
+        return matmuls(hidden, None, weights[-1:], 1, how, False)[0]
 
     @jax.jit
     def both(x: Any, weights: Any, cotangent: Any) -> Any:

@@ -71,6 +71,7 @@ def token_by_token(w: Params, x: jax.Array, part: mamba2.Mamba2 = PART) -> jax.A
     value, key, query = map(convolved, ("value", "key", "query"))
     key, query = (jnp.repeat(each, group, axis=1) for each in (key, query))
     time = jax.nn.softplus(x @ w["time_step"] + w["time_step_bias"])
+    time = jnp.maximum(time, part.min_time_step)
     kept = jnp.exp(-jnp.exp(w["decay"]) * time)
 
     def step(state: jax.Array, each: Any) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +99,9 @@ def by_documents(w: Params, x: jax.Array, part: mamba2.Mamba2 = PART) -> jax.Arr
     return jnp.stack(rows)
 
 
-@pytest.mark.parametrize("part", [PART, ONE_GROUP, replace(PART, chunk=64)])
+@pytest.mark.parametrize(
+    "part", [PART, ONE_GROUP, replace(PART, chunk=64), replace(PART, min_time_step=0.7)]
+)
 def test_chunked_form_equals_token_recurrence(part: mamba2.Mamba2) -> None:
     drawn, x = drawn_for(part)
     towards = jax.random.normal(jax.random.key(7), x.shape)
