@@ -6,7 +6,9 @@ Kernels can replace `select_keys` and `indexer_loss` individually.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -49,7 +51,8 @@ def select_keys(
     for start, stop, keys in _blocks(mask, tokens, num_keys):
         seen = mask.seen(start, stop, keys, causal=mask.causal)[:, 0]
         if keys > top_k:
-            scores = _block_scores(index, start, stop, keys, rules)
+            block = _block_of(index, start, stop, keys)
+            scores = index_scores(block, index_products(block), rules)
             seen &= largest_entries(jnp.where(seen, scores, -jnp.inf), top_k)
         selected.append(jnp.pad(seen, ((0, 0), (0, 0), (0, num_keys - keys))))
     return jnp.concatenate(selected, axis=1)
@@ -76,15 +79,31 @@ def indexer_loss(
     The target distribution of a query token is the mean over heads of the attention probabilities.
     It covers the keys that `mask` includes. Only `index` has a gradient.
     """
-    query, key = lax.stop_gradient(query), lax.stop_gradient(key)
-    counts, loss = loss_mask.astype(jnp.float32), jnp.float32(0)
-    for start, stop, keys in _blocks(mask, query.shape[1], key.shape[1]):
-        seen = mask.seen(start, stop, keys, causal=mask.causal)
-        target = _mean_probabilities(query[:, start:stop], key[:, :keys], seen, mask.scale)
-        scores = _block_scores(index, start, stop, keys, rules)
-        target = constrain(target, (None,) * 3, rules)
-        loss += _divergence(scores, target, seen[:, 0], counts[:, start:stop])
-    return loss
+    blocks = tuple(_blocks(mask, query.shape[1], key.shape[1]))
+    seen = tuple(
+        mask.seen(start, stop, keys, causal=mask.causal)[:, 0] for start, stop, keys in blocks
+    )
+    attention = lax.stop_gradient(query), lax.stop_gradient(key)
+    scale = query.shape[-1] ** -0.5 if mask.scale is None else mask.scale
+    counts = loss_mask.astype(jnp.float32)
+    return _loss(index, attention, seen, counts, _Options(blocks, scale, rules))
+
+
+@jax.custom_vjp
+def tie_cotangents(x: Array, index: IndexArrays) -> tuple[Array, IndexArrays]:
+    """Return both arguments unchanged. The cotangent of `x` depends on those of `index`.
+
+    If the backward pass is split, the part that computes the gradient of the layer's input then
+    also computes the cotangents of `index`. Otherwise, the weight gradients would repeat the
+    attention scores, and need the arrays from which these are computed.
+    """
+    return x, index
+
+
+tie_cotangents.defvjp(
+    lambda x, index: ((x, index), None),
+    lambda _, cotangents: lax.optimization_barrier(cotangents),
+)
 
 
 def _blocks(mask: Mask, tokens: int, num_keys: int) -> Iterator[tuple[int, int, int]]:
@@ -94,98 +113,137 @@ def _blocks(mask: Mask, tokens: int, num_keys: int) -> Iterator[tuple[int, int, 
         yield start, stop, stop if by_place else num_keys
 
 
-def _block_scores(
-    index: IndexArrays, start: int, stop: int, keys: int, rules: AxisRules
-) -> Float[Array, "B t s"]:
-    """Return the scores of the query tokens `start` to `stop` for the first `keys` keys."""
-    scores = index_scores(
+def _block_of(index: IndexArrays, start: int, stop: int, keys: int) -> IndexArrays:
+    """Return the arrays of the query tokens `start` to `stop` and of the first `keys` keys."""
+    return IndexArrays(
         index.query[:, start:stop], index.key[:, :keys], index.weights[:, start:stop]
     )
-    return constrain(scores, (None,) * 3, rules)
 
 
-@jax.custom_vjp
 def index_scores(
-    query: Float[Array, "B t h d"], key: Float[Array, "B s d"], weights: Float[Array, "B t h"]
+    index: IndexArrays, products: Float[Array, "B h t s"], rules: AxisRules
 ) -> Float[Array, "B t s"]:
     """Return the float32 scores `sum(weight * relu(query . key))`, scaled by `(h d) ** -0.5`.
 
-    The backward pass recomputes the scores of the heads.
+    `products` are the products of queries and keys.
     """
-    rectified = jax.nn.relu(_head_scores(query, key))
-    return jnp.einsum("bth,bhts->bts", _scaled(weights, query), rectified)
+    rectified = jax.nn.relu(products)
+    scores = jnp.einsum("bth,bhts->bts", _scaled(index.weights, index), rectified)
+    return constrain(scores, (None,) * 3, rules)
 
 
-def _scaled(weights: Float[Array, "B t h"], query: Float[Array, "B t h d"]) -> Array:
-    return weights.astype(jnp.float32) * (query.shape[2] * query.shape[3]) ** -0.5
+def index_products(index: IndexArrays) -> Float[Array, "B h t s"]:
+    """Return the float32 products of index queries and index keys."""
+    return jnp.einsum("bthd,bsd->bhts", index.query, index.key, preferred_element_type=jnp.float32)
 
 
-def _head_scores(
-    query: Float[Array, "B t h d"], key: Float[Array, "B s d"]
-) -> Float[Array, "B h t s"]:
-    return jnp.einsum("bthd,bsd->bhts", query, key, preferred_element_type=jnp.float32)
+def _scaled(x: Float[Array, "B t h"], index: IndexArrays) -> Float[Array, "B t h"]:
+    return x.astype(jnp.float32) * math.prod(index.query.shape[2:]) ** -0.5
 
 
-def _index_scores_backward(
-    saved: tuple[Array, Array, Array], d_scores: Float[Array, "B t s"]
-) -> tuple[Array, Array, Array]:
-    query, key, weights = saved
-    products = _head_scores(query, key)
+def _score_gradients(
+    index: IndexArrays, products: Float[Array, "B h t s"], d_scores: Float[Array, "B t s"]
+) -> IndexArrays:
+    """Return the float32 gradients of the inputs of the scores."""
     d_weights = jnp.einsum("bts,bhts->bth", d_scores, jax.nn.relu(products))
-    d_products = jnp.einsum("bts,bth->bhts", d_scores, _scaled(weights, query))
-    d_products = jnp.where(products > 0, d_products, 0.0).astype(query.dtype)
-    d_query = jnp.einsum("bhts,bsd->bthd", d_products, key, preferred_element_type=jnp.float32)
-    d_key = jnp.einsum("bhts,bthd->bsd", d_products, query, preferred_element_type=jnp.float32)
-    d_weights = _scaled(d_weights, query)
-    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_weights.astype(weights.dtype)
+    d_products = jnp.einsum("bts,bth->bhts", d_scores, _scaled(index.weights, index))
+    d_products = jnp.where(products > 0, d_products, 0.0).astype(index.query.dtype)
+    times = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    d_query = times("bhts,bsd->bthd", d_products, index.key)
+    d_key = times("bhts,bthd->bsd", d_products, index.query)
+    return IndexArrays(d_query, d_key, _scaled(d_weights, index))
 
 
-index_scores.defvjp(
-    lambda query, key, weights: (index_scores(query, key, weights), (query, key, weights)),
-    _index_scores_backward,
-)
+class _Options(NamedTuple):
+    blocks: tuple[tuple[int, int, int], ...]
+    """Start, stop and number of keys of each block of query tokens."""
+    scale: float
+    """Factor by which the attention scores are multiplied."""
+    rules: AxisRules
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _loss(
+    index: IndexArrays,
+    attention: tuple[Array, Array],
+    seen: tuple[Bool[Array, "B _ _"], ...],
+    counts: Float[Array, "B T"],
+    options: _Options,
+) -> Float[Array, ""]:
+    """Return the loss. `attention` are the queries and keys of attention, and `counts` are the
+    weights of the query tokens.
+    """
+    return _loss_forward(index, attention, seen, counts, options)[0]
+
+
+def _loss_forward(
+    index: IndexArrays,
+    attention: tuple[Array, Array],
+    seen: tuple[Bool[Array, "B _ _"], ...],
+    counts: Float[Array, "B T"],
+    options: _Options,
+) -> tuple[Float[Array, ""], IndexArrays]:
+    """Return the loss and its gradients, so that no array of token pairs is saved."""
+    (query, key), losses, gradients = attention, [], []
+    for (start, stop, keys), visible in zip(options.blocks, seen, strict=True):
+        block = _block_of(index, start, stop, keys)
+        products = index_products(block)
+        target = _mean_probabilities(
+            query[:, start:stop], key[:, :keys], visible, options.scale, options.rules
+        )
+        scores = index_scores(block, products, options.rules)
+        loss, slopes = _divergence(scores, target, visible, counts[:, start:stop])
+        losses.append(loss)
+        d_query, d_key, d_weights = _score_gradients(block, products, slopes)
+        d_key = jnp.pad(d_key, ((0, 0), (0, index.key.shape[1] - keys), (0, 0)))
+        gradients.append(IndexArrays(d_query, d_key, d_weights))
+    d_query, d_key, d_weights = zip(*gradients, strict=True)
+    total = IndexArrays(
+        jnp.concatenate(d_query, 1), reduce(jnp.add, d_key), jnp.concatenate(d_weights, 1)
+    )
+    narrow = (each.astype(like.dtype) for each, like in zip(total, index, strict=True))
+    return reduce(jnp.add, losses), IndexArrays(*narrow)
+
+
+def _loss_backward(
+    options: _Options, gradients: IndexArrays, d_loss: Float[Array, ""]
+) -> tuple[IndexArrays, None, None, None]:
+    del options
+    return (
+        IndexArrays(*((d_loss * each).astype(each.dtype) for each in gradients)),
+        None,
+        None,
+        None,
+    )
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
 
 
 def _mean_probabilities(
     query: Float[Array, "B t N H"],
     key: Float[Array, "B s N H"],
-    seen: Bool[Array, "B 1 t s"],
-    scale: float | None,
+    seen: Bool[Array, "B t s"],
+    scale: float,
+    rules: AxisRules,
 ) -> Float[Array, "B t s"]:
     """Return the mean over heads of the attention probabilities."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
-    scores *= query.shape[-1] ** -0.5 if scale is None else scale
-    return jax.nn.softmax(jnp.where(seen, scores, _LOWEST)).mean(1)
+    shares = jax.nn.softmax(jnp.where(seen[:, None], scores * scale, _LOWEST))
+    return constrain(shares.mean(1), (None,) * 3, rules)
 
 
-@jax.custom_vjp
 def _divergence(
     scores: Float[Array, "B t s"],
     target: Float[Array, "B t s"],
     seen: Bool[Array, "B t s"],
     counts: Float[Array, "B t"],
-) -> Float[Array, ""]:
-    """Return `sum(target * log(target / softmax(scores)))` over the seen keys, weighted by
-    `counts`. Only `scores` has a gradient.
-    """
-    return _divergence_forward(scores, target, seen, counts)[0]
-
-
-def _divergence_forward(
-    scores: Array, target: Array, seen: Array, counts: Array
 ) -> tuple[Float[Array, ""], Float[Array, "B t s"]]:
+    """Return `sum(target * log(target / softmax(scores)))` over the seen keys, weighted by
+    `counts`, and its gradient for the scores.
+    """
     log_shares = jax.nn.log_softmax(jnp.where(seen, scores, _LOWEST))
     positive = seen & (target > 0)
     logs = jnp.log(jnp.where(positive, target, 1.0)) - log_shares
     loss = (jnp.where(positive, target * logs, 0.0).sum(-1) * counts).sum()
-    slopes = jnp.where(seen, jnp.exp(log_shares) - target, 0.0) * counts[..., None]
-    return loss, slopes
-
-
-def _divergence_backward(
-    slopes: Float[Array, "B t s"], d_loss: Float[Array, ""]
-) -> tuple[Array, None, None, None]:
-    return d_loss * slopes, None, None, None
-
-
-_divergence.defvjp(_divergence_forward, _divergence_backward)
+    return loss, jnp.where(seen, jnp.exp(log_shares) - target, 0.0) * counts[..., None]

@@ -19,7 +19,7 @@ from maxpipe.nn.attention import BACKENDS
 from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate
-from maxpipe.nn.indexer import IndexArrays, indexer_loss, select_keys
+from maxpipe.nn.indexer import IndexArrays, indexer_loss, select_keys, tie_cotangents
 from maxpipe.nn.module import LayerContext, Output, SpecModule, layer_norm, rms_norm
 from maxpipe.parallel.lora_weight import LoraWeight, map_columns, merge_lora
 from maxpipe.parallel.sequence_parallel import SequenceParallel
@@ -73,6 +73,8 @@ class LatentAttention(SpecModule):
         turned = rotate(turned, *angles)
         mask = Mask(context.inputs["segment_ids"], scale=part.scale)
         index = None if part.indexer is None else self._index(x, latent, angles, split)
+        if index is not None and part.losses:
+            query, index = tie_cotangents(query, index)
         cache, losses = context.cache, {}
         if cache is None:
             mixed, losses = self._expanded(query, small, turned, mask, index, context, split)

@@ -186,10 +186,12 @@ class FlatJaxpr:
         return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
-        """Return the value from which a chain of reshapes starts."""
+        """Return the value from which a chain of reshapes starts. Equal values without a gradient
+        are part of the chain.
+        """
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
-            if equation.primitive.name != "reshape":
+            if equation.primitive.name not in ("reshape", "stop_gradient"):
                 break
             value = inputs[0]
         return value

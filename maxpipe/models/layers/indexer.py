@@ -9,6 +9,7 @@ from typing import Literal
 
 from maxpipe.models.layers.mlp import LayerNorm
 from maxpipe.models.spec import (
+    NOTHING,
     Dims,
     Held,
     Matmul,
@@ -111,27 +112,30 @@ class Indexer:
     @property
     def backward_peak(self) -> Held:
         """Return the scores and the target distribution of each pair, summed over heads."""
-        return Held(shared_pairs=(0.0, 3.0, 0.0)) if self.loss_weight else Held()
+        return Held(shared_pairs=(0.0, 3.0, 0.0)) if self.loss_weight else NOTHING
 
     @property
     def residuals(self) -> Held:
-        """Return the inputs of the score matmul, the cotangent of the scores for a unit loss, and
-        the arrays that the norm of the keys saves.
+        """Return the gradients of a unit loss for the inputs of the scores, the rotation angles,
+        and the arrays that the norm of the keys saves.
         """
         if not self.loss_weight:
-            return Held()
+            return NOTHING
         held = Held(compute_dtype=((1.0, self._query), (1.0, self._key), (1.0, self._weights)))
-        held += Held(shared_pairs=(0.0, 1.0, 0.0))
+        held += Held(float32=((2.0, ((self.rope_size, ""),)),))
         return held + self.norm.residuals_of((), self._key)
 
     def deferred(self, *, recomputed: bool) -> Held:
-        """Return the inputs and the cotangents of the projections, and the arrays that the norm of
-        the keys saves.
+        """Return the residuals and the gradient of the norm's scale. If the forward pass is
+        recomputed, the cotangents of the projections and of the norm replace the residuals.
         """
         if not self.loss_weight:
-            return Held()
-        held = Held(compute_dtype=((1.0, self._query), (1.0, self._key), (1.0, self._weights)))
-        return held + self.norm.deferred_of((), self._key, recomputed=recomputed)
+            return NOTHING
+        scale = Held(token_independent=(self._key,))
+        if not recomputed:
+            return scale + self.residuals
+        cotangents = (1.0, self._query), (2.0, self._key), (1.0, self._weights)
+        return scale + Held(compute_dtype=cotangents)
 
     @property
     def _query(self) -> Dims:
