@@ -23,6 +23,7 @@ TRAINERS: dict[str, dict[str, str]] = json.loads(
 BASE = ["tiny", "train.steps=100"]
 MODEL_OF = {
     "deepseek": "deepseek-v2-lite",
+    "deepseek_v32": "deepseek-v3.2",
     "gemma2": "gemma2-2b",
     "gemma4": "gemma4-31b",
     "moe": "tiny-moe",
