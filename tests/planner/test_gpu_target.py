@@ -37,7 +37,8 @@ def test_target_config_has_fields_read_by_xla() -> None:
     assert text.startswith("gpu_device_info { threads_per_block_limit: 1024 ")
     assert "core_count: 132 " in text and "shared_memory_per_block_optin: 232448 " in text
     assert "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED" in text
-    assert f"device_memory_size: {round(79.2 * 2**30)} " in text
+    # XLA uses 80% of this size, and runs use 92% of the memory.
+    assert f"device_memory_size: {round(79.2 * 2**30 * 0.92 / 0.8)} " in text
     assert 'platform_name: "CUDA" dnn_version_info { major: 9 ' in text
     assert "feature_extension" not in target_config(published_hardware()["a100"])
 
