@@ -127,8 +127,8 @@ class Family:
     rules: Callable[[ModelConfig], Iterable[RuleViolation]] = lambda _: ()
     """Function that yields the rule violations of a config whose numbers are within bounds."""
     trained: Callable[[ModelConfig], Sequence[str]] = lambda _: ()
-    """Function that returns the name patterns of the only parameters that a config trains. All
-    parameters are trained if there are no patterns."""
+    """Function that returns the name patterns of the parameters that a config trains. An empty
+    result means that all parameters are trained."""
     metric_parts: tuple[type[Part], ...] = ()
     """Sublayer classes that declare `metrics`, from which the list of all metrics is built."""
     huggingface: tuple[HuggingFace, ...] = ()

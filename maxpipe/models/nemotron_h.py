@@ -40,7 +40,7 @@ class NemotronHConfig(RouterConfig, Mamba2Config):
     """Types of the layers, with one letter per layer: `M` for Mamba-2, `*` for attention, `-` for
     an MLP, and `E` for experts. The pattern is repeated until it covers `model.num_layers`."""
     d_shared_expert: int = 0
-    """Hidden width of the shared expert, which processes all tokens. If 0, there is no shared
+    """Hidden width of the shared expert, which processes all tokens. 0 disables the shared
     expert."""
     mamba_min_time_step: float = 0.0
     """Minimum of the time steps in Mamba-2 layers, which are positive. transformers uses the key

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.nn.module import LayerContext
 
 _EMPTY_SEGMENT = -1
@@ -82,9 +83,7 @@ class Recurrence(Protocol):
     step_weights: tuple[str, ...]
     """Names of the weights that `step` reads."""
 
-    def chunk_size(self, tokens: int) -> int:
-        """Return the number of tokens per chunk in a sequence of this length."""
-        ...
+    part: Recurrent
 
     def chunks(
         self, weights: Weights, inputs: Tree, segments: Array, before: RecurrentCache
@@ -97,6 +96,11 @@ class Recurrence(Protocol):
     def step(self, weights: Weights, state: Array, chunk: Tree) -> tuple[Array, Array]:
         """Return the state at the end of a chunk, and the chunk's output `[B, K, r, C, dv]`."""
         ...
+
+
+def chunk_size(part: Recurrent, tokens: int) -> int:
+    """Return the number of tokens per chunk in a sequence of this length."""
+    return min(part.chunk, 1 << (tokens - 1).bit_length())
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -138,7 +142,7 @@ def _scan_backward(rule: Recurrence, saved: Any, cotangents: Any) -> Any:
     d_read, d_state = cotangents
     _, heads, group, _, width = d_state.shape
     d_read = d_read.reshape(*d_read.shape[:2], heads, group, width)
-    d_read = cut(d_read, rule.chunk_size(segments.shape[1]))
+    d_read = cut(d_read, chunk_size(rule.part, segments.shape[1]))
     used = _step_weights(rule, weights)
 
     def back(carry: tuple[Array, Weights], each: Any) -> tuple[tuple[Array, Weights], Tree]:

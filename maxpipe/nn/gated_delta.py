@@ -22,6 +22,7 @@ from maxpipe.nn.chunked_scan import (
     Weights,
     cache_of,
     causal_convolution,
+    chunk_size,
     cut,
     decay_in_chunks,
     empty_cache,
@@ -128,9 +129,6 @@ class _DeltaRule:
     part: gated_delta.GatedDelta
     step_weights: ClassVar[tuple[str, ...]] = ("norm",)
 
-    def chunk_size(self, tokens: int) -> int:
-        return min(self.part.chunk, 1 << (tokens - 1).bit_length())
-
     def step(
         self, weights: Weights, state: Float[Array, "B K r dk dv"], chunk: Chunk
     ) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
@@ -147,7 +145,7 @@ class _DeltaRule:
     ) -> Chunk:
         """Return all chunks of the sequences."""
         part, (qkvz, ba) = self.part, inputs
-        size = self.chunk_size(qkvz.shape[1])
+        size = chunk_size(part, qkvz.shape[1])
         by_value = (*qkvz.shape[:3], part.group, part.value_size)
         mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
         query, key, value = _convolve(part, weights, mixed, segments, before)

@@ -22,6 +22,7 @@ from maxpipe.nn.chunked_scan import (
     Weights,
     cache_of,
     causal_convolution,
+    chunk_size,
     cut,
     decay_in_chunks,
     empty_cache,
@@ -129,9 +130,6 @@ class _StateSpace:
     part: mamba2.Mamba2
     step_weights: ClassVar[tuple[str, ...]] = ("norm",)
 
-    def chunk_size(self, tokens: int) -> int:
-        return min(self.part.chunk, 1 << (tokens - 1).bit_length())
-
     def step(
         self, weights: Weights, state: Float[Array, "B K r dk dv"], chunk: Chunk
     ) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
@@ -153,7 +151,7 @@ class _StateSpace:
     ) -> Chunk:
         """Return all chunks of the sequences."""
         part, (inner, shared, time_step) = self.part, inputs
-        size = self.chunk_size(inner.shape[1])
+        size = chunk_size(part, inner.shape[1])
         rows, of = before.prepend_tail(_mixed(part, inner, shared), segments)
         value, key, query = (
             causal_convolution(

@@ -16,8 +16,11 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 class Recurrent(Part):
     """Sublayer that passes a state from token to token, so that a device needs all tokens of a
-    sequence.
+    sequence. The tokens of a chunk are processed at once.
     """
+
+    chunk: int
+    """Number of tokens per chunk, a power of two."""
 
     @property
     @abstractmethod
