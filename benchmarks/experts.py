@@ -229,11 +229,11 @@ Alternatives and their results:
   one gather and one sum over rows less. One kernel for both weight gradients transposes the rows
   once: 2.05 instead of 2.23 Mcycles for Qwen3.
 
-The layer of Qwen3 needs 1.63 times the cycles of a dense layer, and a factor of 1.4 (11.1 Mcycles)
+The layer of Qwen3 needs 1.61 times the cycles of a dense layer, and a factor of 1.4 (11.2 Mcycles)
 is not within reach of these kernels. At the peak rate, the multiplications need 7.1 Mcycles. The
 kernels need 9.1, because the 512 rows of an expert do not start and end at the boundaries of tiles.
 Gathers need 1.4, and the activation function, the sums and the routing 2.4. Kernels that always
-reach the peak rate would lead to a factor of 1.37. Kernels that also compute the activation
+reach the peak rate would lead to a factor of 1.35. Kernels that also compute the activation
 function could save up to 0.6 Mcycles of the 2.4 (not built).
 
 """
