@@ -43,7 +43,7 @@ class Made(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Initialization that sets each entry of a vector to a separate value."""
+    """Initialization that sets each entry, in row-major order, to a separate value."""
 
     values: tuple[float, ...]
 

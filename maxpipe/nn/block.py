@@ -17,6 +17,7 @@ from maxpipe.models.layers import (
     attention,
     experts,
     gated_delta,
+    kda,
     latent_attention,
     mamba2,
     mlp,
@@ -27,6 +28,7 @@ from maxpipe.models.spec import Branch, LayerType, Part
 from maxpipe.nn.attention_layer import Attention
 from maxpipe.nn.experts import Experts
 from maxpipe.nn.gated_delta import GatedDelta
+from maxpipe.nn.kda import KimiDelta
 from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.mamba2 import Mamba2
 from maxpipe.nn.mlp import MLP
@@ -53,6 +55,7 @@ _MODULES: Mapping[type, Any] = {
     attention.Attention: Attention,
     latent_attention.LatentAttention: LatentAttention,
     gated_delta.GatedDelta: GatedDelta,
+    kda.KimiDelta: KimiDelta,
     mamba2.Mamba2: Mamba2,
     mlp.MLP: MLP,
     experts.Experts: Experts,

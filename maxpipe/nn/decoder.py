@@ -58,7 +58,7 @@ def _init_param(
     if isinstance(param.init, spec.Constant):
         return jnp.full(param.shape, param.init.value, param.own_dtype or dtype)
     if isinstance(param.init, spec.Entries):
-        return jnp.asarray(param.init.values, dtype)
+        return jnp.asarray(param.init.values, dtype).reshape(param.shape)
     assert isinstance(param.init, spec.Normal) and key is not None
     stddev = param.init.gain * param.init.fan_in**-0.5
     return normal_approximation(key, param.shape, stddev).astype(dtype)

@@ -1,18 +1,18 @@
-"""Gated delta rule over packed sequences.
+"""Gated delta rule over packed sequences (arXiv:2412.06464).
 
-All tokens in a chunk are processed at once with the inverse of a triangular matrix (the WY
-representation of arXiv:2412.06464). `chunked_scan` passes the recurrent state from chunk to chunk.
+`delta_rule` processes all tokens of a chunk at once, and `chunked_scan` passes the recurrent state
+from chunk to chunk.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
@@ -21,42 +21,18 @@ from maxpipe.nn.chunked_scan import (
     RecurrentCache,
     Weights,
     cache_of,
-    causal_convolution,
     chunk_size,
     cut,
     decay_in_chunks,
     empty_cache,
     scan_chunks,
 )
+from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
-_EPSILON = 1e-6
-"""Epsilon added to the squared norm of queries and keys."""
 _NAMES = ("conv_query", "conv_key", "conv_value", "decay", "decay_bias", "norm")
-
-
-class Chunk(NamedTuple):
-    """Float32 arrays with which a chunk reads and updates the state, including decay.
-
-    Entries for pairs of tokens from different documents are 0.
-    """
-
-    query: Float[Array, "B K r C dk"]
-    """Queries that read the state at the start of the chunk."""
-    key: Float[Array, "B K r C dk"]
-    """Keys that write to the state at the end of the chunk."""
-    value: Float[Array, "B K r C dv"]
-    """Values that would be written to an empty state."""
-    known: Float[Array, "B K r C dk"]
-    """Keys that read the values already stored in the state."""
-    mixing: Float[Array, "B K r C C"]
-    """Weights with which the written values contribute to the chunk's outputs."""
-    keep: Float[Array, "B K r"]
-    """Factor by which the state decays over the chunk."""
-    gate: Float[Array, "B K r C dv"]
-    """Output gate, in the compute dtype."""
 
 
 class GatedDelta(SpecModule):
@@ -133,9 +109,7 @@ class _DeltaRule:
         self, weights: Weights, state: Float[Array, "B K r dk dv"], chunk: Chunk
     ) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
         """Return the state at the end of a chunk, and the chunk's normalized and gated output."""
-        written = chunk.value - chunk.known @ state
-        read = chunk.query @ state + chunk.mixing @ written
-        state = chunk.keep[..., None, None] * state + chunk.key.swapaxes(-1, -2) @ written
+        state, read = chunk.pass_state(state)
         dtype = chunk.gate.dtype
         read = rms_norm(read.astype(dtype), weights["norm"], self.part.norm).astype(jnp.float32)
         return state, (read * jax.nn.silu(chunk.gate.astype(jnp.float32))).astype(dtype)
@@ -148,54 +122,25 @@ class _DeltaRule:
         size = chunk_size(part, qkvz.shape[1])
         by_value = (*qkvz.shape[:3], part.group, part.value_size)
         mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
-        query, key, value = _convolve(part, weights, mixed, segments, before)
+        heads = (part.num_key_heads, part.key_size)
+        query, key, value = convolve(weights, heads, mixed, segments, before)
         key = cut(key, size)
         query = cut(query * part.key_size**-0.5, size)
-        value = cut(value.reshape(by_value), size)
         write, forget = _gates(part, weights, ba.astype(jnp.float32))
-        write = cut(write[..., None], size)
         decay = decay_in_chunks(forget, segments, before, size)
-        since, until = decay.since[..., None], decay.until[..., None]
-        lower = jnp.einsum("nbkcd,nbked->nbkce", key, key)[:, :, :, None] * decay.between * write
-        inverse = _inverse(jnp.where(jnp.tri(size, k=-1, dtype=bool), lower, 0.0))
-        mixing = jnp.einsum("nbkcd,nbked->nbkce", query, key)[:, :, :, None] * decay.between
-        key, query = key[:, :, :, None], query[:, :, :, None]
-        return Chunk(
-            query=query * since,
-            key=key * until,
-            value=inverse @ (value * write),
-            known=inverse @ (key * since * write),
-            mixing=mixing,
-            keep=decay.over_chunk,
-            gate=cut(gate.reshape(by_value), size),
+        scores = [
+            jnp.einsum("nbkcd,nbked->nbkce", left, key)[:, :, :, None] * decay.between
+            for left in (query, key)
+        ]
+        return make_chunks(
+            query[:, :, :, None],
+            key[:, :, :, None],
+            cut(value.reshape(by_value), size),
+            cut(write[..., None], size),
+            (scores[0], scores[1]),
+            ChunkDecay(decay.since[..., None], decay.until[..., None]),
+            cut(gate.reshape(by_value), size),
         )
-
-
-def _convolve(
-    part: gated_delta.GatedDelta,
-    weights: Weights,
-    mixed: Float[Array, "B T K E"],
-    segments: Int[Array, "B T"],
-    before: RecurrentCache,
-) -> tuple[Float[Array, "B T K dk"], Float[Array, "B T K dk"], Float[Array, "B T K rdv"]]:
-    """Return the convolved queries and keys, normalized to unit length, and the convolved
-    values.
-    """
-    row, of = before.prepend_tail(mixed, segments)
-    kernel = jnp.concatenate(
-        [
-            weights[f"conv_{name}"].reshape(part.num_key_heads, -1, part.kernel)
-            for name in ("query", "key", "value")
-        ],
-        axis=1,
-    )
-    total = causal_convolution(kernel, None, row, of, segments)
-    query, key, value = jnp.split(total, (part.key_size, 2 * part.key_size), axis=-1)
-    return _l2_normalize(query), _l2_normalize(key), value
-
-
-def _l2_normalize(x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
-    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
 
 
 def _gates(
@@ -208,43 +153,3 @@ def _gates(
     )
     write, forget = jnp.split(ba, 2, axis=-1)
     return jax.nn.sigmoid(write), -jnp.exp(rate) * jax.nn.softplus(forget + bias)
-
-
-@jax.custom_vjp
-def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
-    """Invert `1 + lower`, where `lower` is strictly lower triangular and C is a power of two.
-
-    Each iteration doubles the size of the diagonal blocks that have been inverted. The block below
-    two diagonal blocks is multiplied on each side by the inverse of one of these diagonal blocks.
-    This method is as stable as substitution and uses only matmuls.
-    """
-    size = lower.shape[-1]
-    place = jnp.arange(size)
-    inverse, block = jnp.eye(size, dtype=lower.dtype), 1
-    while block < size:
-        at = place // block
-        below = (at[:, None] == at + 1) & (at[:, None] % 2 == 1)
-        between = jnp.where(below, lower, 0.0)
-        inverse = inverse - (
-            between if block == 1 else _product(_product(inverse, between), inverse)
-        )
-        block *= 2
-    return jnp.broadcast_to(inverse, lower.shape)
-
-
-def _product(x: Float[Array, "*dims C C"], y: Float[Array, "*dims C C"]) -> Array:
-    """Multiply in full float32 precision; rounding errors would otherwise accumulate in a chunk."""
-    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
-
-
-def _inverse_forward(lower: Array) -> tuple[Array, Array]:
-    inverse = _inverse(lower)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
-    turned = inverse.swapaxes(-1, -2)
-    return (-_product(_product(turned, cotangent), turned),)
-
-
-_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -109,7 +109,7 @@ class GatedDelta(Recurrent):
             "qkvz": self._qkvz,
             "ba": self._ba,
             "read": self._value,
-            "delta_out": self._width,
+            "delta_out": self.width_dims,
         }
 
     @property
@@ -128,55 +128,33 @@ class GatedDelta(Recurrent):
         inside = chunk * (2 * dk / self.group + dk + 2 * dv)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
         products = Products(self.num_value_heads, "heads", needed, needed + inside)
-        *projections, out = map(Matmul, self._projections)
+        *projections, out = map(Matmul, self.projections)
         kernels = (Matmul(f"conv_{name}") for name in ("query", "key", "value"))
         return *projections, *kernels, products, out
-
-    @property
-    def traffic(self) -> Held:
-        """Return the input, the output, the projections, and the values read from the state."""
-        return Held(compute_dtype=((2.0, self._width), (2.0, self._qkvz), (2.0, self._value)))
 
     @property
     def backward_peak(self) -> Held:
         """Return the chunk arrays and their gradients, per token and per token pair, and the
         recurrent states.
         """
-        wide = ((10.0, self._value), (8.0, self._pairs), (1.0 / self.chunk, self._state))
+        wide = ((10.0, self._value), (8.0, self._pairs), (1.0 / self.chunk, self.state_dims))
         return Held(compute_dtype=((2.0, self._qkvz),), float32=wide)
 
     @property
-    def residuals(self) -> Held:
-        """Return the inputs of all matmuls, and the float32 state before each chunk."""
-        return Held(
-            compute_dtype=(
-                (1.0, self._width),
-                (1.0, self._qkvz),
-                (1.0, self._ba),
-                (1.0, self._value),
-            ),
-            float32=((1.0 / self.chunk, self._state),),
-        )
-
-    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Return the inputs of the projections, the cotangents of their outputs, and the gradients
-        of the other parameters.
-        """
-        del normed
-        width = (1.0 if recomputed else 2.0, self._width)
-        narrow = (width, (1.0, self._qkvz), (1.0, self._ba), (1.0, self._value))
-        others = {name: each for name, each in self.params.items() if name not in self._projections}
-        return Held(
-            compute_dtype=narrow, token_independent=tuple(param.dims for param in others.values())
-        )
-
-    @property
-    def _projections(self) -> tuple[str, ...]:
+    def projections(self) -> tuple[str, ...]:
         return *self.sources["qkvz"], *self.sources["ba"], "out"
 
     @property
-    def _width(self) -> Dims:
-        return ((self.d_model, "embed"),)
+    def projected(self) -> tuple[Dims, ...]:
+        return self._qkvz, self._ba
+
+    @property
+    def read_dims(self) -> Dims:
+        return self._value
+
+    @property
+    def state_dims(self) -> Dims:
+        return (*self._value, (self.key_size, ""))
 
     @property
     def _qkvz(self) -> Dims:
@@ -194,10 +172,6 @@ class GatedDelta(Recurrent):
     @property
     def _value(self) -> Dims:
         return ((self.num_value_heads, "heads"), (self.value_size, "head_dim"))
-
-    @property
-    def _state(self) -> Dims:
-        return (*self._value, (self.key_size, ""))
 
     @property
     def _pairs(self) -> Dims:

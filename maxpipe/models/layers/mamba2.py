@@ -101,7 +101,7 @@ class Mamba2(Recurrent):
             "key_query": self._key_query,
             "time_step": self._heads,
             "state_read": self._value,
-            "mamba_out": self._width,
+            "mamba_out": self.width_dims,
         }
 
     @property
@@ -115,56 +115,34 @@ class Mamba2(Recurrent):
         # Within a chunk, scores of all pairs of tokens (once per group) multiply the values.
         inside = self.chunk * (self.state_size / self.group + self.head_dim)
         products = Products(self.num_heads, "heads", needed, needed + inside)
-        *projections, out = map(Matmul, self._projections)
+        *projections, out = map(Matmul, self.projections)
         kernels = (Matmul(f"conv_{name}") for name in ("value", "key", "query"))
         return *projections, *kernels, products, out
-
-    @property
-    def traffic(self) -> Held:
-        """Return the input, the output, the projections, and the values read from the state."""
-        narrow = ((2.0, self._width), (2.0, self._gate_value), (2.0, self._key_query))
-        return Held(compute_dtype=(*narrow, (2.0, self._value)))
 
     @property
     def backward_peak(self) -> Held:
         """Return the chunk arrays and their gradients, per token and per token pair, and the
         recurrent states.
         """
-        wide = ((6.0, self._value), (6.0, self._pairs), (1.0 / self.chunk, self._state))
+        wide = ((6.0, self._value), (6.0, self._pairs), (1.0 / self.chunk, self.state_dims))
         narrow = ((2.0, self._gate_value), (2.0, self._key_query))
         return Held(compute_dtype=narrow, float32=wide)
 
     @property
-    def residuals(self) -> Held:
-        """Return the inputs of all matmuls, and the float32 state before each chunk."""
-        return Held(
-            compute_dtype=((1.0, self._width), *self._projected, (1.0, self._value)),
-            float32=((1.0 / self.chunk, self._state),),
-        )
-
-    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Return the inputs of the projections, the cotangents of their outputs, and the gradients
-        of the other parameters.
-        """
-        del normed
-        width = (1.0 if recomputed else 2.0, self._width)
-        others = {name: each for name, each in self.params.items() if name not in self._projections}
-        return Held(
-            compute_dtype=(width, *self._projected, (1.0, self._value)),
-            token_independent=tuple(param.dims for param in others.values()),
-        )
-
-    @property
-    def _projections(self) -> tuple[str, ...]:
+    def projections(self) -> tuple[str, ...]:
         return ("gate", "value", "key", "query", "time_step", "out")
 
     @property
-    def _projected(self) -> tuple[tuple[float, Dims], ...]:
-        return (1.0, self._gate_value), (1.0, self._key_query), (1.0, self._heads)
+    def projected(self) -> tuple[Dims, ...]:
+        return self._gate_value, self._key_query, self._heads
 
     @property
-    def _width(self) -> Dims:
-        return ((self.d_model, "embed"),)
+    def read_dims(self) -> Dims:
+        return self._value
+
+    @property
+    def state_dims(self) -> Dims:
+        return (*self._value, (self.state_size, ""))
 
     @property
     def _heads(self) -> Dims:
@@ -186,10 +164,6 @@ class Mamba2(Recurrent):
     @property
     def _key_query(self) -> Dims:
         return ((self.num_groups, ""), (2 * self.state_size, ""))
-
-    @property
-    def _state(self) -> Dims:
-        return (*self._value, (self.state_size, ""))
 
     @property
     def _pairs(self) -> Dims:
