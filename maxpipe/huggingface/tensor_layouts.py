@@ -28,6 +28,7 @@ _HEAD = re.compile(rf"{_ROOTS}(lm_head\..*)", re.DOTALL)
 _FUSED = (
     (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
     (("gate_proj", "up_proj"), "gate_up_proj"),
+    (("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d"), "self_attn.conv1d"),
     (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa"),
 )
 """Names of separate modules, and the name of the fused module that concatenates their rows."""
@@ -44,9 +45,15 @@ _STACKED = (
 _RENAMED_MODULES = (
     (".block_sparse_moe.", ".mlp.", ".mlp.experts."),
     ("backbone.", "model.", "model.layers.#.mixer."),
+    *(
+        (f".self_attn.{name}", f".self_attn.forget_gate.{name}", f".self_attn.forget_gate.{name}")
+        for name in ("f_a_proj.", "f_b_proj.", "A_log", "dt_bias")
+    ),
+    # transformers 5.24 saves the MLPs of Kimi Linear under the names of the layers with experts.
+    (".mlp.", ".block_sparse_moe.", "layers.#.block_sparse_moe.gate_proj."),
 )
-"""Old and new names of modules that transformers 5 renamed, and a part of the tensor names that
-identifies the new layout."""
+"""Names of modules in published checkpoints and in transformers 5, and a part of the tensor names
+that identifies the second layout."""
 
 
 def canonical(name: str) -> str:

@@ -184,8 +184,8 @@ class Bound(NamedTuple):
     low_is_inside: bool = True
     high_is_inside: bool = True
     axis: str = ""
-    """Logical axis of the dims whose size is this value. The size must be a multiple of the number
-    of devices that shard this axis."""
+    """Logical axes of the dims whose size is this value, separated by spaces. The size must be a
+    multiple of the number of devices that shard each axis."""
 
     def holds(self, value: float) -> bool:
         above = self.low <= value if self.low_is_inside else self.low < value

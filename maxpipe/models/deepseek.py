@@ -39,10 +39,8 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepseekConfig(RoutedConfig):
-    """Keys that only DeepSeek models use. `model.head_dim` is the query/key head dim, including the
-    RoPE dims.
-    """
+class LatentConfig(RoutedConfig):
+    """Config keys of families with latent attention and experts."""
 
     kv_lora_rank: int = field(default=512, metadata=renamed_from("kv_rank"))
     """Dimension of each token's key-value latent. The keys and values of all heads are projections
@@ -56,6 +54,14 @@ class DeepseekConfig(RoutedConfig):
     heads share the RoPE dims of a key."""
     v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
     """Dimension of a value head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepseekConfig(LatentConfig):
+    """Keys that only DeepSeek models use. `model.head_dim` is the query/key head dim, including the
+    RoPE dims.
+    """
+
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length (YaRN). 1 disables the
     scaling."""
@@ -99,6 +105,16 @@ def latent_attention(config: ModelConfig, indexer: Indexer | None = None) -> Lat
         attention_factor=longer(own.mscale) / longer(own.mscale_all_dim) if both else longer(1.0),
         fast=own.rope_beta_fast,
     )
+    return with_rope(config, rope, longer(own.mscale_all_dim) ** 2, indexer)
+
+
+def with_rope(
+    config: ModelConfig, rope: Rope, scale: float = 1.0, indexer: Indexer | None = None
+) -> LatentAttention:
+    """Return latent attention for a family whose section extends `LatentConfig`. `scale` multiplies
+    the attention scores, in addition to the usual scaling by the head dim.
+    """
+    own = own_keys(config, LatentConfig)
     return LatentAttention(
         config.d_model,
         config.num_heads,
@@ -109,15 +125,15 @@ def latent_attention(config: ModelConfig, indexer: Indexer | None = None) -> Lat
         family.residual_gain(config),
         config.attention,
         rope,
-        config.head_dim**-0.5 * longer(own.mscale_all_dim) ** 2,
+        config.head_dim**-0.5 * scale,
         _EPSILON,
         indexer,
     )
 
 
-def rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    """Yield violations of the rules for the keys in the family's section."""
-    own, section = own_keys(config, DeepseekConfig), f"model.{config.family}"
+def latent_rules(config: ModelConfig) -> Iterator[RuleViolation]:
+    """Yield violations of the rules for the keys in `LatentConfig`."""
+    own, section = own_keys(config, LatentConfig), f"model.{config.family}"
     yield from moe.rules(config)
     if config.num_kv_heads != config.num_heads:
         yield RuleViolation(
@@ -133,11 +149,16 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             Code.MODEL_SIZES,
             f"{section}.qk_rope_head_dim",
-            f"must be even and less than model.head_dim ({config.head_dim}), because only the "
-            "last dims of a head are rotated, in pairs.",
+            f"must be even and less than model.head_dim ({config.head_dim}), because the last dims "
+            "of a key are common to all heads and consist of pairs.",
             f"Set {section}.qk_rope_head_dim={valid}, or use a larger model.head_dim.",
         )
 
+
+def rules(config: ModelConfig) -> Iterator[RuleViolation]:
+    """Yield violations of the rules for the keys in the family's section."""
+    own, section = own_keys(config, DeepseekConfig), f"model.{config.family}"
+    yield from latent_rules(config)
     if 0 < own.rope_beta_fast < 1:
         yield RuleViolation(
             Code.MODEL_SIZES,
@@ -152,26 +173,29 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 
 @dataclass(frozen=True)
-class _HeadSizes:
+class HeadSizes:
     """Key-table row for the numbers of unrotated and rotated dims in each query and key head.
 
-    The last two keys are redundant, because the first two keys determine their values.
+    The first two keys determine the values of the others.
     """
 
     section: str
     """Name of the family's config section."""
     unrotated: int = 128
     """Default number of unrotated dims in transformers."""
+    reads_head_dim: bool = True
+    """Whether transformers requires that `head_dim` equals `qk_rope_head_dim`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "head_dim")
+        names = ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "head_dim")
+        return names if self.reads_head_dim else names[:3]
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the head dim and the number of RoPE dims."""
         unrotated = theirs.get(self.names[0], self.unrotated)
         turned = theirs.get(self.names[1], 64)
-        for name, size in zip(self.names[2:], (unrotated + turned, turned), strict=True):
+        for name, size in zip(self.names[2:], (unrotated + turned, turned), strict=False):
             if theirs.get(name, size) != size:
                 raise UnsupportedError(
                     name, theirs[name], f"must be {size} to match the other keys."
@@ -303,7 +327,7 @@ def latent_keys(
     rank = huggingface.OrNone("q_lora_rank", f"{section}.q_lora_rank", 1536)
     return (
         *(row for row in sizes if "head_dim" not in row.names),
-        _HeadSizes(section, unrotated),
+        HeadSizes(section, unrotated),
         Key("v_head_dim", f"{section}.v_head_dim", value_size),
         Key("kv_lora_rank", f"{section}.kv_lora_rank", 512),
         query_rank or rank,
@@ -357,8 +381,7 @@ DUPLICATE_KEYS = (
 )
 """Pairs of `config.json` keys with the same meaning."""
 
-TENSORS = (
-    *LAYER_TENSORS,
+ATTENTION_TENSORS = (
     Tensor("attention.query", f"{_ATTENTION}q_proj.weight", "d n h -> (n h) d"),
     Tensor("attention.query_down", f"{_ATTENTION}q_a_proj.weight", "d r -> r d"),
     Tensor("attention.query_norm", f"{_ATTENTION}q_a_layernorm.weight", "r -> r"),
@@ -369,6 +392,9 @@ TENSORS = (
     Tensor("attention.key_value_up", f"{_ATTENTION}kv_b_proj.weight", "r n h -> (n h) r"),
     huggingface.ATTENTION[-1],
 )
+"""Tensor-table rows for latent attention."""
+
+TENSORS = (*LAYER_TENSORS, *ATTENTION_TENSORS)
 """Tensor-table rows of a model without multi-token prediction layers."""
 
 _KIMI_VISION = (
@@ -433,12 +459,17 @@ _V3 = HuggingFace(
     ),
 )
 
-BOUNDS = (
+LATENT_BOUNDS = (
     *moe.BOUNDS,
     Bound("kv_lora_rank", 512, 1, axis="latent"),
     Bound("q_lora_rank", 0, 0, why="if 0, queries are projected from the input", axis="latent"),
     Bound("qk_rope_head_dim", 64, 2, axis="head_dim"),
     Bound("v_head_dim", 128, 1, axis="head_dim"),
+)
+"""Allowed ranges of the keys in `LatentConfig`."""
+
+BOUNDS = (
+    *LATENT_BOUNDS,
     Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),
     Bound("original_max_position_embeddings", 4096, 1),
     Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 uses 32"),

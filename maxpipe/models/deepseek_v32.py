@@ -117,7 +117,7 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 
 @dataclass(frozen=True)
-class _MlpLayerTypes:
+class MlpLayerTypes:
     """Key-table row for the MLP type of each layer: leading dense layers, then experts."""
 
     section: str
@@ -200,7 +200,7 @@ def sparse_keys(
             query_rank=Key("q_lora_rank", f"{section}.q_lora_rank", query_rank),
         ),
         *deepseek.router_keys(section, 256, groups, groups_per_token),
-        _MlpLayerTypes(section),
+        MlpLayerTypes(section),
         Key("index_topk", f"{section}.index_topk", 2048),
         Key("index_n_heads", f"{section}.num_index_heads", index_heads),
         Key("index_head_dim", f"{section}.index_head_dim", 128),

@@ -100,6 +100,19 @@ def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:
     return (value,) * config.num_layers
 
 
+def layer_indices(config: ModelConfig, key: str, indices: Sequence[int]) -> Iterator[RuleViolation]:
+    """Yield a violation if a list in the family's section contains an index that is not a layer."""
+    count, name = config.num_layers, f"model.{config.family}.{key}"
+    if wrong := [layer for layer in indices if not 0 <= layer < count]:
+        valid = [layer for layer in indices if layer not in wrong]
+        yield RuleViolation(
+            Code.MODEL_SIZES,
+            name,
+            f"must contain layer indices from 0 to {count - 1}, but contains {wrong[0]}.",
+            f"Set {name}=[{','.join(map(str, valid))}].",
+        )
+
+
 def embeddings_are_tied(config: ModelConfig) -> Iterator[RuleViolation]:
     """Yield a violation unless embeddings are tied, as in all released models of this family."""
     if not config.tied_embeddings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from maxpipe.errors import Code, RuleViolation
+from maxpipe.errors import RuleViolation
 from maxpipe.models import family, granite, huggingface, mamba2_config, moe_base, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
@@ -85,15 +85,7 @@ def describe(config: ModelConfig) -> Model:
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Granite4Config)
-    count = config.num_layers
-    if wrong := [layer for layer in own.attention_layers if not 0 <= layer < count]:
-        valid = [layer for layer in own.attention_layers if layer not in wrong]
-        yield RuleViolation(
-            Code.MODEL_SIZES,
-            "model.granite4.attention_layers",
-            f"must contain layer indices from 0 to {count - 1}, but contains {wrong[0]}.",
-            f"Set model.granite4.attention_layers=[{','.join(map(str, valid))}].",
-        )
+    yield from family.layer_indices(config, "attention_layers", own.attention_layers)
     yield from mamba2_config.rules(config, own)
     yield from rope_config.rules(config, own)
     if own.num_experts:

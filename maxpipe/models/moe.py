@@ -75,11 +75,16 @@ def layered(config: ModelConfig, attention: Part) -> Model:
     """Return a model with the given attention, for a family whose section extends
     `RoutedConfig`.
     """
+    dense = (True,) * own_keys(config, RoutedConfig).num_dense_layers
+    return moe_base.moe_model(config, attention, all_experts(config), dense)
+
+
+def all_experts(config: ModelConfig) -> Experts:
+    """Return routed and shared experts, for a family whose section extends `RoutedConfig`."""
     own = own_keys(config, RoutedConfig)
     shared = own.num_shared_experts * moe_base.expert_width(config, own)
     part = MLP(config.d_model, shared, family.residual_gain(config)) if shared else None
-    experts = routed_experts(config, own, shared=part)
-    return moe_base.moe_model(config, attention, experts, (True,) * own.num_dense_layers)
+    return routed_experts(config, own, shared=part)
 
 
 def routed_experts(config: ModelConfig, own: RouterConfig, **options: Any) -> Experts:

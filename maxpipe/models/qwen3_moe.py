@@ -53,21 +53,14 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Qwen3MoeConfig)
     yield from moe_base.moe_rules(config, own)
     yield from rope_config.rules(config, own)
-    count = config.num_layers
-    if wrong := [layer for layer in own.dense_layers if not 0 <= layer < count]:
-        left = [layer for layer in own.dense_layers if layer not in wrong]
-        yield RuleViolation(
-            Code.MODEL_SIZES,
-            "model.qwen3_moe.dense_layers",
-            f"must contain layer indices from 0 to {count - 1}, but contains {wrong[0]}.",
-            f"Set model.qwen3_moe.dense_layers=[{','.join(map(str, left))}].",
-        )
+    if violations := [*family.layer_indices(config, "dense_layers", own.dense_layers)]:
+        yield from violations
     elif all(_dense(config, own)):
         name = "moe_layer_interval" if own.moe_layer_interval > 1 else "dense_layers"
         yield RuleViolation(
             Code.MODEL_SIZES,
             f"model.qwen3_moe.{name}",
-            f"must leave experts in at least one of {count} layers.",
+            f"must leave experts in at least one of {config.num_layers} layers.",
             "Set model.qwen3_moe.moe_layer_interval=1 and model.qwen3_moe.dense_layers=[], or "
             "model.family=qwen3 for a model without experts.",
         )

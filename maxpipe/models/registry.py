@@ -22,6 +22,7 @@ from maxpipe.models import (
     gpt_oss,
     granite,
     granite4,
+    kimi_linear,
     llama,
     llama4,
     minimax_m2,
@@ -52,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, olmo3),
         *(granite, granite4, smollm3, moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
         *(deepseek, deepseek_v32, glm4_moe, glm_moe_dsa, minimax_m2, llama4, nemotron_h),
+        kimi_linear,
     )
 }
 

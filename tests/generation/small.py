@@ -18,6 +18,7 @@ from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.gemma4 import Gemma4Config
 from maxpipe.models.granite4 import Granite4Config
+from maxpipe.models.kimi_linear import KimiLinearConfig
 from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.nemotron_h import NemotronHConfig
@@ -140,6 +141,24 @@ NEMOTRON = dataclasses.replace(
         mamba_num_groups=2,
         mamba_state_dim=5,
         mamba_chunk_size=4,
+    ),
+)
+KIMI = dataclasses.replace(
+    LLAMA,
+    num_layers=4,
+    num_kv_heads=4,
+    family="kimi_linear",
+    own=KimiLinearConfig(
+        attention_layers=[1, 3],
+        linear_num_heads=4,
+        linear_head_dim=6,
+        kda_chunk_size=4,
+        kv_lora_rank=10,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        num_experts=4,
+        d_expert=12,
+        score_func="sigmoid",
     ),
 )
 GREEDY = Sampling(temperature=0.0)

@@ -29,6 +29,7 @@ from tests.generation.small import (
     GEMMA4,
     GEMMA4_SMALL,
     GRANITE4,
+    KIMI,
     LLAMA,
     LLAMA4,
     MOE,
@@ -58,7 +59,9 @@ def by_full_forwards(apply: Any, params: Any, prompt: list[int], length: int) ->
 @pytest.mark.parametrize(
     "model",
     keeping(
-        [LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, GRANITE4, NEMOTRON, LLAMA4, GEMMA4, GEMMA4_SMALL], 0, 2
+        [LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, GRANITE4, NEMOTRON, KIMI, LLAMA4, GEMMA4, GEMMA4_SMALL],
+        0,
+        2,
     ),
     ids=lambda model: model.family,
 )
@@ -141,6 +144,7 @@ MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "mamba": (GRANITE4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "kimi": (KIMI, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "nemotron": (NEMOTRON, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "chunks": (LLAMA4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),

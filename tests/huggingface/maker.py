@@ -387,6 +387,57 @@ def nemotron_h(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Ten
     return config, _drawn(found, dtype)
 
 
+def kimi_linear(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Kimi Linear config.json and its tensors. The second layer has latent attention, and
+    the first layer has no experts.
+    """
+    linear = {"full_attn_layers": [2], "kda_layers": [1, 3], "num_heads": 3, "head_dim": 5}
+    config = {
+        **{"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", **SIZES},
+        **{"num_key_value_heads": HEADS, "kv_lora_rank": 7, "q_lora_rank": None},
+        **{"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 5},
+        **{"linear_attn_config": linear | {"short_conv_kernel_size": 3}},
+        **{"num_experts": EXPERTS, "num_experts_per_token": 2, "moe_intermediate_size": 6},
+        **{"first_k_dense_replace": 1, **changes},
+    }
+    delta: dict[str, tuple[int, ...]] = {
+        **{f"self_attn.{name}_proj.weight": (15, WIDTH) for name in "qkv"},
+        **{f"self_attn.{name}_conv1d.weight": (15, 1, 3) for name in "qkv"},
+        **{f"self_attn.{name}_a_proj.weight": (5, WIDTH) for name in "fg"},
+        **{f"self_attn.{name}_b_proj.weight": (15, 5) for name in "fg"},
+        **{"self_attn.b_proj.weight": (3, WIDTH), "self_attn.A_log": (1, 1, 3, 1)},
+        **{"self_attn.dt_bias": (15,), "self_attn.o_norm.weight": (5,)},
+        **{"self_attn.o_proj.weight": (WIDTH, 15)},
+    }
+    attention: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (HEADS * 6, WIDTH),
+        "self_attn.kv_a_proj_with_mqa.weight": (7 + 2, WIDTH),
+        "self_attn.kv_a_layernorm.weight": (7,),
+        "self_attn.kv_b_proj.weight": (HEADS * (4 + 5), 7),
+        "self_attn.o_proj.weight": (WIDTH, HEADS * 5),
+    }
+    sparse, hidden = "block_sparse_moe.", {"w1": (6, WIDTH), "w3": (6, WIDTH), "w2": (WIDTH, 6)}
+    shared = {"gate_proj": (6, WIDTH), "up_proj": (6, WIDTH), "down_proj": (WIDTH, 6)}
+    experts: dict[str, tuple[int, ...]] = {
+        **{f"{sparse}gate.weight": (EXPERTS, WIDTH)},
+        **{f"{sparse}gate.e_score_correction_bias": (EXPERTS,)},
+        **{f"{sparse}shared_experts.{name}.weight": shape for name, shape in shared.items()},
+        **{
+            f"{sparse}experts.{number}.{name}.weight": shape
+            for number in range(EXPERTS)
+            for name, shape in hidden.items()
+        },
+    }
+    dense = {f"{name}.weight": shape for name, shape in _MLP.items()}
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    found = _ends(tied=False)
+    for layer in range(LAYERS):
+        each = (attention if layer == 1 else delta) | (experts if layer else dense)
+        each |= dict.fromkeys(norms, (WIDTH,))
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in each.items()}
+    return config, _drawn(found, dtype)
+
+
 def _mamba2(prefix: str) -> dict[str, tuple[int, ...]]:
     """Return the tensor shapes of a Mamba-2 sublayer: 6 heads of 5 dims, and 2 groups of 4 dims."""
     shapes: dict[str, tuple[int, ...]] = {

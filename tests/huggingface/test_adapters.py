@@ -223,6 +223,7 @@ ORACLE_CASES = [
     ("qwen3_next", "lora", ["*.experts.*", "*.out"]),
     ("granite4", "lora", ["*.mamba.out", "*.attention.query"]),
     ("nemotron_h", "lora", ["*.experts.*", "*.attention.out", "*.mlp.*"]),
+    ("kimi_linear", "lora", ["*.kda.*", "*.experts.*", "*.attention.*"]),
     ("deepseek_v2", "lora", ["*"]),
     ("deepseek_v3", "lora", ["*.experts.down", "*.shared_gate"]),
     ("gpt_oss", "lora", ["*.experts.*", "*.query"]),

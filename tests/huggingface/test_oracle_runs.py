@@ -40,6 +40,7 @@ LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
 TRAINED = (
     *("llama", "gemma3", "gemma4", "gemma4_moe", "gemma4_small"),
     *("mixtral", "qwen3_5", "qwen3_5_moe", "llama4", "deepseek_v32", "granite4", "nemotron_h"),
+    "kimi_linear",
 )
 UNTRAINED = ("index_query", "index_key", "index_key_norm", "index_key_norm_bias", "index_weights")
 """Parameters that transformers does not train: the indexer runs without gradients."""
@@ -64,6 +65,11 @@ ALL_FEATURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
         **{"mamba_n_heads": 4, "mamba_expand": 4, "mamba_n_groups": 2},
+    },
+    "kimi_linear": {
+        "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention"],
+        **{"linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3},
+        **{"first_k_dense_replace": 1, "q_lora_rank": None, "moe_renormalize": True},
     },
     "llama4": {
         **{"no_rope_layer_interval": 3, "attention_chunk_size": 5, "use_qk_norm": True},

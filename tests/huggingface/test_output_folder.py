@@ -57,6 +57,7 @@ MAKERS = {
     "llama4": maker.llama4,
     "granite4": maker.granite4,
     "nemotron_h": maker.nemotron_h,
+    "kimi_linear": maker.kimi_linear,
 }
 
 
@@ -121,7 +122,7 @@ def test_only_links_into_download_cache_are_followed(
         *(("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")),
         *(("qwen3_5", "BF16"), ("qwen3_5_moe", "F16"), ("glm4_moe", "BF16"), ("minimax_m2", "F32")),
         *(("llama4", "BF16"), ("gemma4", "BF16"), ("gemma4_small", "F16")),
-        *(("granite4", "BF16"), ("nemotron_h", "F32")),
+        *(("granite4", "BF16"), ("nemotron_h", "F32"), ("kimi_linear", "BF16")),
     ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(

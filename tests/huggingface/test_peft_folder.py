@@ -52,6 +52,7 @@ CASES = [
     ("gpt_oss", ("adapter.targets=['*.experts.*']",)),
     ("llama4", ("adapter.targets=['*.experts.*', '*.mlp.*']",)),
     ("nemotron_h", ("adapter.targets=['*.experts.*', '*.mamba.mamba.[!o]*', '*.mlp.*']",)),
+    ("kimi_linear", ("adapter.targets=['*.experts.*', '*.kda.*', '*.attention.*', '*.mlp.*']",)),
     ("granite4", ("adapter.targets=['*.experts.*', '*.mamba.*', '*.attention.*']",)),
     ("qwen3_next", ("adapter.targets=['*.experts.down', '*.shared_up', '*.full.attention.*']",)),
 ]

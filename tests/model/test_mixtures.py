@@ -17,6 +17,7 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.glm4_moe import Glm4MoeConfig
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.granite4 import Granite4Config
+from maxpipe.models.kimi_linear import KimiLinearConfig
 from maxpipe.models.layers import experts
 from maxpipe.models.layers.mlp import MLP, ClampedSilu, ScaledInput
 from maxpipe.models.llama4 import Llama4Config
@@ -100,6 +101,20 @@ OWN: dict[str, Any] = {
         mamba_state_dim=5,
         mamba_chunk_size=4,
     ),
+    "kimi_linear": KimiLinearConfig(
+        attention_layers=[2, 4],
+        linear_num_heads=3,
+        linear_head_dim=5,
+        kda_chunk_size=4,
+        kv_lora_rank=7,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+        num_experts=6,
+        d_expert=14,
+        num_shared_experts=1,
+        score_func="sigmoid",
+        expert_bias=True,
+    ),
     "llama4": Llama4Config(
         num_experts=5,
         d_expert=14,
@@ -111,9 +126,15 @@ OWN: dict[str, Any] = {
 }
 
 
+MORE: dict[str, dict[str, Any]] = {"kimi_linear": {"num_kv_heads": CONFIG.num_heads}}
+"""Sizes that differ from `CONFIG`."""
+
+
 @pytest.mark.parametrize("family", keeping(OWN, 0))
 def test_cached_decoding_equals_full_forward(family: str) -> None:
-    decoder = Decoder(replace(CONFIG, family=family, own=OWN[family]), RULES)
+    decoder = Decoder(
+        replace(CONFIG, family=family, own=OWN[family], **MORE.get(family, {})), RULES
+    )
     params = noisy(jax.jit(decoder.init)(jax.random.key(3)))
     segments, positions = packed([[9], [2, 4, 3]])
     tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, segments.shape)

@@ -126,6 +126,7 @@ def _folders(root: Path) -> list[Seed]:
         "qwen3-next": (maker.qwen3_next(), 1),
         "granite4": (maker.granite4(), 1),
         "nemotron-h": (maker.nemotron_h(), 2),
+        "kimi-linear": (maker.kimi_linear(), 2),
         "gpt-oss": (maker.gpt_oss(), 2),
     }
     found = []

@@ -18,6 +18,7 @@ from maxpipe.models.glm_moe_dsa import GlmMoeDsaConfig
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.granite import GraniteConfig
 from maxpipe.models.granite4 import Granite4Config
+from maxpipe.models.kimi_linear import KimiLinearConfig
 from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.minimax_m2 import MinimaxM2Config
 from maxpipe.models.ministral3 import Ministral3Config
@@ -155,6 +156,23 @@ NEMOTRON = NemotronHConfig(
     expert_bias=True,
     mamba_min_time_step=0.01,
     **MAMBA2,
+)
+KIMI = KimiLinearConfig(
+    attention_layers=[2, 5, 8],
+    linear_num_heads=4,
+    linear_head_dim=6,
+    linear_conv_kernel_dim=3,
+    kda_chunk_size=4,
+    kv_lora_rank=6,
+    qk_rope_head_dim=2,
+    v_head_dim=6,
+    num_experts=6,
+    num_dense_layers=1,
+    d_expert=12,
+    num_shared_experts=1,
+    score_func="sigmoid",
+    routed_scaling_factor=2.5,
+    expert_bias=True,
 )
 HYBRID: dict[str, Any] = {
     "linear_num_key_heads": 2,
@@ -344,6 +362,10 @@ CASES = [
     Case(2, 2, 3, own=MINISTRAL3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=LLAMA4, layers=6, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(4, 1, 7, own=LLAMA4, layers=9, schedule="zb_h1", remat="none", data=2),
+    Case(4, 1, 7, own=KIMI, epsilon=0.01, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(
+        2, 2, 3, own=KIMI, epsilon=0.01, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2
+    ),
 ]
 
 
@@ -412,6 +434,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": V32},
     {"own": WARM_UP},
     {"own": GLM5},
+    {"own": KIMI, "epsilon": 0.01},
 )
 
 

@@ -348,8 +348,8 @@ def add_family_rules(family: Family) -> None:
     for bound in family.bounds:
         bound = bound._replace(key=f"{family_section(family.name)}.{bound.key}")
         add_ranges(bound)
-        if bound.axis:
-            _add_divisibility_rule(bound.axis, bound.key)
+        for axis in bound.axis.split():
+            _add_divisibility_rule(axis, bound.key)
 
 
 for _family in FAMILIES.values():
