@@ -904,6 +904,50 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "vocab_size": 163840,
     },
+    "kimi-linear-48b-a3b": {
+        "architectures": ["KimiLinearForCausalLM"],
+        "first_k_dense_replace": 1,
+        "head_dim": 72,
+        "hidden_act": "silu",
+        "hidden_size": 2304,
+        "initializer_range": 0.02,
+        "intermediate_size": 9216,
+        "kv_lora_rank": 512,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "head_dim": 128,
+            "kda_layers": [n for n in range(1, 27) if n % 4],
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "model_max_length": 1048576,
+        "model_type": "kimi_linear",
+        "moe_intermediate_size": 1024,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_attention_heads": 32,
+        "num_expert_group": 1,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "num_hidden_layers": 27,
+        "num_key_value_heads": 32,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_grouped_topk": True,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "hidden_act": "silu",
@@ -1183,6 +1227,12 @@ def test_invalid_expert_layers_are_rejected(
         config_values(tmp_path / "x", config | changes)
 
 
+def kimi_layers(full: Any, delta: Any) -> dict[str, Any]:
+    """Return the layer lists of a Kimi Linear model."""
+    sizes = {"num_heads": 3, "head_dim": 5, "short_conv_kernel_size": 3}
+    return {"linear_attn_config": sizes | {"full_attn_layers": full, "kda_layers": delta}}
+
+
 UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     (maker.nemotron_h, {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern"),
     (maker.nemotron_h, {"hybrid_override_pattern": ""}, "hybrid_override_pattern"),
@@ -1205,6 +1255,28 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     (maker.granite4, {"mamba_n_groups": 4}, "mamba_num_groups"),
     (maker.granite4, {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
     (maker.granite4, {"position_embedding_type": "alibi"}, "position_embedding_type"),
+    (maker.kimi_linear, {"layer_types": ["linear_attention", WHOLE]}, "layer_types"),
+    (maker.kimi_linear, {"layer_types": ["linear_attention", "mamba", WHOLE]}, "layer_types"),
+    (maker.kimi_linear, {"layer_types": WHOLE}, "layer_types"),
+    (maker.kimi_linear, {"linear_attn_config": [1]}, "linear_attn_config"),
+    (maker.kimi_linear, kimi_layers([2], [1]), "must list each layer from 1 to 3 once"),
+    (maker.kimi_linear, kimi_layers([2], [1, 2, 3]), "must list each layer from 1 to 3 once"),
+    (maker.kimi_linear, kimi_layers([0], [1, 2]), "must list each layer from 1 to 3 once"),
+    (maker.kimi_linear, kimi_layers(["2"], [1, 3]), "full_attn_layers"),
+    (maker.kimi_linear, kimi_layers([2], {"1": 3}), "kda_layers"),
+    (maker.kimi_linear, kimi_layers([2], [True, 3]), "kda_layers"),
+    (maker.kimi_linear, {"linear_num_heads": 4}, "must be 3 to match"),
+    (maker.kimi_linear, {"linear_attn_config": {"num_heads": 0}}, "linear_num_heads"),
+    (maker.kimi_linear, {"linear_attn_config": {"head_dim": "5"}}, "linear_head_dim"),
+    (maker.kimi_linear, {"qk_head_dim": 7}, "qk_head_dim"),
+    (maker.kimi_linear, {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+    (maker.kimi_linear, {"mla_use_nope": False}, "mla_use_nope"),
+    (maker.kimi_linear, {"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+    (maker.kimi_linear, {"use_grouped_topk": False}, "use_grouped_topk"),
+    (maker.kimi_linear, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    (maker.kimi_linear, {"num_key_value_heads": 2}, "num_kv_heads"),
+    (maker.kimi_linear, {"num_shared_experts": "1"}, "num_shared_experts"),
+    (maker.kimi_linear, {"hidden_act": "gelu"}, "hidden_act"),
     (maker.qwen3_5, {"attn_output_gate": False}, "attn_output_gate"),
     (maker.qwen3_5, {"output_gate_type": "sigmoid"}, "output_gate_type"),
     (maker.qwen3_5, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers"),
@@ -1403,6 +1475,40 @@ def test_nemotron_h_variants_round_trip(
     table, written = table_for(read_description(tmp_path / "x").config)
     text = to_json(table, written, {}, "bfloat16", {})
     assert config_values(tmp_path / "x", json.loads(text)) == read
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "value"),
+    [
+        ({}, "attention_layers", [1]),
+        (kimi_layers([1, 3], [2]), "attention_layers", [0, 2]),
+        (kimi_layers([], [1, 2, 3]), "attention_layers", []),
+        ({"layer_types": [WHOLE, "linear_attention", WHOLE]}, "attention_layers", [0, 2]),
+        ({"linear_attn_config": None, "num_hidden_layers": 9}, "attention_layers", [4, 8]),
+        ({"linear_attn_config": {"num_heads": 7}}, "linear_num_heads", 7),
+        ({"linear_attn_config": {}, "linear_head_dim": 7}, "linear_head_dim", 7),
+        ({"mlp_layer_types": ["dense", "dense", "sparse"]}, "num_dense_layers", 2),
+        ({"num_local_experts": 99}, "num_experts", maker.EXPERTS),
+        ({"num_experts_per_token": None, "num_experts_per_tok": 3}, "top_k", 3),
+        ({"moe_renormalize": None, "norm_topk_prob": False}, "norm_topk_prob", False),
+        ({"q_lora_rank": 5}, "q_lora_rank", 5),
+    ],
+)
+def test_kimi_linear_variants_round_trip(
+    changes: dict[str, Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    read = config_values(tmp_path / "x", maker.kimi_linear()[0] | changes)
+    assert read[f"kimi_linear.{key}"] == value
+    table, written = table_for(read_description(tmp_path / "x").config)
+    text = to_json(table, written, {}, "bfloat16", {})
+    assert config_values(tmp_path / "x", json.loads(text)) == read
+
+
+def test_contradictions_of_kimi_linear_layer_lists_are_reported(tmp_path: Path) -> None:
+    types = {"layer_types": [WHOLE, "linear_attention", WHOLE]}
+    config_values(tmp_path / "x", maker.kimi_linear()[0] | types)
+    (message,) = read_description(tmp_path / "x").differences
+    assert "linear_attn_config.full_attn_layers = [2] differ: layer_types is used" in message
 
 
 def test_nemotron_h_experts_without_shared_expert_are_not_exported(tmp_path: Path) -> None:

@@ -92,6 +92,24 @@ def stacked(names: tuple[str, str, str], gate_up: str, down: str, at: str = "") 
     return change
 
 
+def kimi_mlp(tensors: maker.Tensors) -> maker.Tensors:
+    """Return the names that transformers 5.24 writes."""
+    return {name.replace(".mlp.", ".block_sparse_moe."): x for name, x in tensors.items()}
+
+
+def kimi_in_memory(tensors: maker.Tensors) -> maker.Tensors:
+    """Return the names of the modules in transformers 5."""
+    for change in (
+        joined(("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d"),
+        stacked(("w1", "w3", "w2"), "gate_up_proj", "down_proj", "mlp"),
+    ):
+        tensors = change(tensors)
+    for name in ("f_a_proj", "f_b_proj", "A_log", "dt_bias"):
+        old, new = f"self_attn.{name}", f"self_attn.forget_gate.{name}"
+        tensors = {each.replace(old, new): x for each, x in tensors.items()}
+    return tensors
+
+
 def phi3(dtype: str = "BF16") -> tuple[dict[str, Any], maker.Tensors]:
     config, tensors = maker.llama(dtype, hidden_size=24, head_dim=6)
     tensors = {
@@ -127,6 +145,8 @@ LAYOUTS: dict[str, tuple[Callable[..., tuple[dict[str, Any], maker.Tensors]], Ch
         stacked(("w1", "w3", "w2"), "gate_up_proj", "down_proj", "mlp"),
     ),
     "experts of vLLM": (maker.mixtral, stacked(("w1", "w3", "w2"), "w13_weight", "w2_weight")),
+    "MLPs of Kimi Linear": (maker.kimi_linear, kimi_mlp),
+    "modules of Kimi Linear in memory": (maker.kimi_linear, kimi_in_memory),
     "experts of Qwen3-Next": (maker.qwen3_next, stacked(GATED, "gate_up_proj", "down_proj")),
     "experts of Qwen3.5": (maker.qwen3_5_moe, stacked(GATED, "gate_up_proj", "down_proj")),
     "each expert's gate and up": (

@@ -122,6 +122,8 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("glm4.5-air-106b-a12b", 110_468_824_832 - 2 * 151_552 * 4_096),
         ("minimax-m2-230b-a10b", 228_689_764_864),
         ("kimi-k2-1t-a32b", 1_026_408_232_448),
+        # Published count, with the biases of the routers.
+        ("kimi-linear-48b-a3b", 49_122_681_728),
         ("llama3.3-70b", 70_553_706_496),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
