@@ -407,8 +407,12 @@ class PipelineDecodeEngine:
 
     def _embed(self, params: Tree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         model, dtype = self.decoder.model, self.decoder.config.compute_dtype
-        scale, num_carried = model.ends.embed_scale, sum(model.carried.values())
-        table = Embedding(self._weight_shardings["embedding"], scale, num_carried)
+        table = Embedding(
+            self._weight_shardings["embedding"],
+            model.ends.embed_scale,
+            sum(model.carried.values()),
+            model.ends.num_streams,
+        )
         held = table.prepare(params["embedding"], jnp.dtype(dtype))
         return mark_varying(table.lookup(held, tokens))
 

@@ -44,8 +44,9 @@ from maxpipe.models import (
 from maxpipe.models.adapters import with_adapters
 from maxpipe.models.config import ModelConfig, num_unquantized_layers
 from maxpipe.models.family import Family
+from maxpipe.models.layer_reports import Summary
 from maxpipe.models.param_names import declared, freeze, picked
-from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
+from maxpipe.models.spec import Ahead, LayersAhead, Model, Part
 
 FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
@@ -119,7 +120,7 @@ def _with_heads_ahead(model: Model, config: ModelConfig) -> Model:
     ahead, values = Ahead(heads, config.d_model, config.mtp_loss_weight), model.values
     if config.mtp_kind == "layer":
         last = model.layers[-1]
-        own = (last, model.layer_types[last], model.ends.norm)
+        own = (last, model.layer_types[last], model.ends.norm, model.ends.stream_head)
         ahead = LayersAhead(heads, config.d_model, config.mtp_loss_weight, *own)
         values = {name: (*layers, *layers[-1:] * heads) for name, layers in values.items()}
     ends = dataclasses.replace(model.ends, mtp=ahead)

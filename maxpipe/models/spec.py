@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
+from maxpipe.models.layer_reports import Follows, Summary
+
 Dims = tuple[tuple[int, str], ...]
 """Size and logical axis of each dim of an array. Dims of activations exclude the batch and token
 dims."""
@@ -85,17 +87,6 @@ class Param:
     def axes(self) -> tuple[str, ...]:
         """Logical axis of each dim of the parameter."""
         return tuple(axis for _, axis in self.dims)
-
-
-class Follows(NamedTuple):
-    """Update rule for a parameter without a gradient. Each step raises an entry if its statistic is
-    below the mean and lowers the entry if its statistic is above the mean (arXiv:2408.15664).
-    """
-
-    statistic: str
-    """Name of a statistic of the same sublayer, whose dims equal those of the parameter."""
-    rate: float
-    """Amount by which each step raises or lowers an entry."""
 
 
 class Adapter(NamedTuple):
@@ -210,19 +201,6 @@ class Held:
 
 
 NOTHING = Held()
-
-
-class Summary(NamedTuple):
-    """A metric computed during a run from the losses and statistics that layers report."""
-
-    of: str
-    """Name of the loss or statistic."""
-    take: Literal["mean", "largest", "smallest"]
-    """`mean`: a loss averaged over its layers and all target tokens, before multiplication by its
-    coefficient. `largest` and `smallest`: the extreme entry of a statistic over all layers, divided
-    by the mean entry in its layer."""
-    unit: str
-    meaning: str
 
 
 @runtime_checkable
@@ -346,6 +324,9 @@ class Branch:
     sum_norm: Part | None = None
     """If set, this branch has the same input as the preceding branch, and this norm is applied to
     the sum of the outputs of both branches."""
+    connection: Part | None = None
+    """Hyper-connection between the branch and several residual streams (`Ends.num_streams`). If
+    None, the branch reads one stream and its output is added to that stream."""
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -353,6 +334,7 @@ class Branch:
         stored.
         """
         parts = {
+            f"{self.name}_connection": self.connection,
             f"{self.name}_norm": self.pre_norm,
             self.name: self.part,
             f"{self.name}_after_norm": self.post_norm,
@@ -478,6 +460,10 @@ def _joined(mappings: Iterator[Mapping[str, Any]]) -> Mapping[str, Any]:
     return joined
 
 
+STREAM_HEAD = "stream_head"
+"""Key of the parameters that reduce several residual streams to one."""
+
+
 @dataclass(frozen=True)
 class Ahead:
     """Multi-token prediction heads, used in training only (arXiv:2404.19737).
@@ -538,6 +524,8 @@ class LayersAhead(Ahead):
     layer_type: LayerType
     norm: Part
     """Norm applied twice before the projection and once after the layer."""
+    stream_head: Part | None = None
+    """Sublayer that reduces the layer's residual streams (`Ends.stream_head`)."""
 
     @property
     def params_of_one(self) -> Mapping[tuple[str, ...], Param]:
@@ -550,6 +538,8 @@ class LayersAhead(Ahead):
         }
         params["projection",] = Param(dims, Normal(2 * self.d_model))
         params |= {("layer", *name): param for name, param in self.layer_type.params.items()}
+        reduction = {} if self.stream_head is None else self.stream_head.params
+        params |= {(STREAM_HEAD, name): param for name, param in reduction.items()}
         return params | {("norm", name): param for name, param in self.norm.params.items()}
 
 
@@ -572,12 +562,19 @@ class Ends:
     mtp: Ahead | None = None
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """Storage paths of the frozen parameters."""
+    num_streams: int = 1
+    """Number of residual streams, to which the embedding is copied. With several streams, every
+    branch has a hyper-connection."""
+    stream_head: Part | None = None
+    """Sublayer that reduces several residual streams to the input of the final norm."""
 
     @cached_property
     def params(self) -> Mapping[tuple[str, ...], Param]:
         """Return the parameters, keyed by storage path."""
         params = {("embedding",): self.embedding}
         params |= {("final_norm", name): param for name, param in self.norm.params.items()}
+        reduction = {} if self.stream_head is None else self.stream_head.params
+        params |= {("final_norm", STREAM_HEAD, name): param for name, param in reduction.items()}
         if self.mtp is not None:
             params |= {("ahead", *name): param for name, param in self.mtp.params.items()}
         params |= {} if self.head is None else {("head",): self.head}
@@ -625,7 +622,12 @@ class Model:
     @property
     def stream_width(self) -> int:
         """Return the number of entries per token in the input and output of a layer."""
-        return self.ends.embedding.shape[1] + sum(self.carried.values())
+        return self.residual_width + sum(self.carried.values())
+
+    @property
+    def residual_width(self) -> int:
+        """Return the number of entries per token in all residual streams."""
+        return self.ends.num_streams * self.ends.embedding.shape[1]
 
     def map_parts(self, change: Callable[[Part], Part]) -> Model:
         """Return the model with `change` applied to the sublayer of each branch; return the same

@@ -17,6 +17,7 @@ from maxpipe.models.layers import (
     attention,
     experts,
     gated_delta,
+    hyper_connections,
     kda,
     latent_attention,
     mamba2,
@@ -28,6 +29,7 @@ from maxpipe.models.spec import Branch, LayerType, Part
 from maxpipe.nn.attention_layer import Attention
 from maxpipe.nn.experts import Experts
 from maxpipe.nn.gated_delta import GatedDelta
+from maxpipe.nn.hyper_connections import HyperConnectionModule, StreamHeadModule
 from maxpipe.nn.kda import KimiDelta
 from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.mamba2 import Mamba2
@@ -60,6 +62,8 @@ _MODULES: Mapping[type, Any] = {
     mlp.MLP: MLP,
     experts.Experts: Experts,
     per_layer_input.PerLayerInput: PerLayerInput,
+    hyper_connections.HyperConnection: HyperConnectionModule,
+    hyper_connections.StreamHead: StreamHeadModule,
 }
 """Module class that implements each sublayer class of this package."""
 
@@ -76,7 +80,11 @@ def norm_module(part: Part) -> Any:
 
 
 class Block(nnx.Module):
-    """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each branch."""
+    """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each branch.
+
+    With hyper-connections, x is a row of several residual streams: a branch reads one array from
+    them, and its output is added to all of them (`HyperConnection`).
+    """
 
     def __init__(
         self, layer_type: LayerType, rules: AxisRules, carried: Mapping[str, int] | None = None
@@ -86,8 +94,8 @@ class Block(nnx.Module):
         """
         for branch in layer_type.branches:
             for name, part in branch.parts.items():
-                inner = part is branch.part
-                module = sublayer_module(part)(part, rules) if inner else norm_module(part)
+                is_norm = part is not branch.part and part is not branch.connection
+                module = norm_module(part) if is_norm else sublayer_module(part)(part, rules)
                 setattr(self, name, module)
         if layer_type.output_scale is not None:
             self.output = norm_module(layer_type.output_scale)
@@ -115,7 +123,8 @@ class Block(nnx.Module):
             if keys_of_branch is not None:
                 keys_of_branch = stochastic_rounding.fold_in(keys_of_branch, number)
             branch_context = replace(context, carried=carried, rounding_keys=keys_of_branch)
-            output = self._branch(branch, x, branch_context)
+            inner, projected = self._read(branch, x, split)
+            output = self._branch(branch, inner, branch_context)
             change = output.x
             context.record(f"output.{branch.name}", change)
             carried |= output.carried
@@ -132,7 +141,8 @@ class Block(nnx.Module):
             if keys is not None and branch.dropout:
                 places = local_positions(x.shape[1])
                 change = dropout(change, branch.dropout, keys[:, number], places)
-            x = split.split_tokens(x + (change if branch.scale == 1.0 else change * branch.scale))
+            change = change if branch.scale == 1.0 else change * branch.scale
+            x = self._add(branch, x, change, projected, split)
             context.record(f"residual.{branch.name}", x)
         if self.layer_type.output_scale is not None:
             x = self.output(x)
@@ -142,6 +152,33 @@ class Block(nnx.Module):
         if context.recorder is not None:
             statistics |= context.recorder.statistics
         return Output(x, losses, statistics, cache)
+
+    def _read(
+        self, branch: Branch, x: Float[Array, "B T W"], split: SequenceParallel
+    ) -> tuple[Float[Array, "B T D"], Array | None]:
+        """Return the input of a branch, and the data that `_add` needs for a hyper-connection."""
+        if branch.connection is None:
+            return x, None
+        name = _connection(branch)
+        with jax.named_scope(scopes.part(name)):
+            inner, projected = getattr(self, name).read(self._whole(x, split))
+        return self._whole(inner, split), projected
+
+    def _add(
+        self,
+        branch: Branch,
+        x: Float[Array, "B T W"],
+        change: Float[Array, "B T D"],
+        projected: Array | None,
+        split: SequenceParallel,
+    ) -> Float[Array, "B T W"]:
+        """Add the output of a branch to the residual stream or streams."""
+        if projected is None:
+            return split.split_tokens(x + change)
+        name = _connection(branch)
+        with jax.named_scope(scopes.part(name)):
+            change = self._whole(change, split)
+            return self._whole(getattr(self, name).write(x, change, projected), split)
 
     def _divide(
         self, x: Float[Array, "B T W"], split: SequenceParallel
@@ -164,7 +201,7 @@ class Block(nnx.Module):
     def _branch(self, branch: Branch, x: Array, context: LayerContext) -> Output:
         output = Output(x)
         for name, part in branch.parts.items():
-            if name == _sum_norm(branch):
+            if name in (_sum_norm(branch), _connection(branch)):
                 continue
             module = getattr(self, name)
             is_part = part is branch.part
@@ -180,3 +217,7 @@ class Block(nnx.Module):
 
 def _sum_norm(branch: Branch) -> str:
     return f"{branch.name}_sum_norm"
+
+
+def _connection(branch: Branch) -> str:
+    return f"{branch.name}_connection"

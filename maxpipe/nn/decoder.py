@@ -27,6 +27,7 @@ from maxpipe.models.spec import Model, Param, Part
 from maxpipe.nn.activation_statistics import ActivationRecorder
 from maxpipe.nn.adapters import apply_adapters, complete_params
 from maxpipe.nn.block import Block, norm_module, sublayer_module
+from maxpipe.nn.hyper_connections import spread
 from maxpipe.nn.module import LayerContext, Output, make_quantizer
 from maxpipe.parallel import stochastic_rounding
 from maxpipe.parallel.collectives import Statistic, local_positions
@@ -58,10 +59,11 @@ def _init_param(
     if isinstance(param.init, spec.Constant):
         return jnp.full(param.shape, param.init.value, param.own_dtype or dtype)
     if isinstance(param.init, spec.Entries):
-        return jnp.asarray(param.init.values, dtype).reshape(param.shape)
+        values = jnp.asarray(param.init.values, param.own_dtype or dtype)
+        return values.reshape(param.shape)
     assert isinstance(param.init, spec.Normal) and key is not None
     stddev = param.init.gain * param.init.fan_in**-0.5
-    return normal_approximation(key, param.shape, stddev).astype(dtype)
+    return normal_approximation(key, param.shape, stddev).astype(param.own_dtype or dtype)
 
 
 def normal_approximation(
@@ -80,7 +82,7 @@ def normal_approximation(
 
 MTP = "ahead"
 """Key under which the parameters and statistics of multi-token prediction heads are stored."""
-_STREAMS = {"embedding": 1, "head": 2, MTP: 3}
+_STREAMS = {"embedding": 1, "head": 2, MTP: 3, "final_norm": 4}
 """Index of the random stream for each parameter outside the layers. The layers use stream 0."""
 
 Params = dict[str, Any]
@@ -265,11 +267,20 @@ class Decoder:
     # Embedding and output heads.
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
-        """Return token embeddings in the compute dtype, which are the input of the first layer."""
+        """Return the input of the first layer: token embeddings in the compute dtype, copied to all
+        residual streams, and zeros for the carried arrays.
+        """
+        return self._layer_input(self._embed(table, tokens))
+
+    def _embed(
+        self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]
+    ) -> Float[Array, "B T D"]:
         x = shard_embeddings_by_batch(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
-        x = x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
-        return pad_stream(x, self.model.stream_width)
+        return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
+
+    def _layer_input(self, x: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        return pad_stream(spread(x, self.model.ends.num_streams), self.model.stream_width)
 
     def norm(self, params: Params, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Apply the final norm, between the last layer and the output projection."""
@@ -280,8 +291,19 @@ class Decoder:
         return self._projected(params, self.final_norm(params["final_norm"], x))
 
     def final_norm(self, params: Params, x: Float[Array, "B T W"]) -> Float[Array, "B T D"]:
-        """Apply the final norm to the last layer's output, without the carried arrays."""
-        return self.norm(params, x[..., : self.config.d_model] if self.model.carried else x)
+        """Apply the final norm to the last layer's output, without the carried arrays.
+
+        Several residual streams are first reduced to one.
+        """
+        x = x[..., : self.model.residual_width] if self.model.carried else x
+        return self._reduced_norm(params, x)
+
+    def _reduced_norm(self, params: Params, x: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
+        if (head := self.model.ends.stream_head) is None:
+            return self.norm(params, x)
+        build = sublayer_module(head)
+        x = _merge_module(_split(lambda: build(head, self.rules)), params[spec.STREAM_HEAD])(x)
+        return self.norm({name: params[name] for name in self.model.ends.norm.params}, x)
 
     def mtp_head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Apply a projection-only MTP head to the final norm's output."""
@@ -311,8 +333,9 @@ class Decoder:
         x = jnp.einsum("btd,de->bte", jnp.concatenate(both, axis=-1), projection)
         index = number + len(self.model.layers)
         run = self.layer(heads.layer_type_name)
-        x, losses, statistics = run(params["layer"], x, inputs, index, key)
-        return self.norm(params["norm"], x), losses, statistics
+        x, losses, statistics = run(params["layer"], self._layer_input(x), inputs, index, key)
+        head = {name: params[name] for name in (spec.STREAM_HEAD,) if name in params}
+        return self.final_norm(params["norm"] | head, x), losses, statistics
 
     def _mtp_losses(
         self, params: Params, x: Array, batch: Params, key: LayerKey
@@ -333,7 +356,7 @@ class Decoder:
                 output = self.mtp_head(head, hidden)
             else:
                 tokens = batch["tokens"][:, distance:]
-                later = self.embed(params["embedding"], tokens) * same[..., None]
+                later = self._embed(params["embedding"], tokens) * same[..., None]
                 after = ((0, 0), (0, distance))
                 inputs = batch | {"loss_mask": jnp.pad(mask, after)}
                 later = jnp.pad(later, (*after, (0, 0))).astype(hidden.dtype)

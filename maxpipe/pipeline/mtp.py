@@ -126,6 +126,7 @@ class MtpLossHeads:
     local_weights: Tree
     """Tree that stores the heads' parameters."""
     embedding: Embedding
+    """Embedding lookup, which returns a single residual stream."""
     table: Float[Array, "v d"]
     """Embedding table that is passed to `embedding`."""
     key: Array | None
@@ -149,18 +150,17 @@ class MtpLossHeads:
         """Return zero gradient accumulators."""
         return self.weights.zeros(self.local_weights)
 
-    def empty_results(self, like: Float[Array, "B T D"], inputs: Tree) -> MtpResults:
-        """Return results initialized to zero. `like` is an activation, and `inputs` are the arrays
-        of a microbatch.
-        """
+    def empty_results(self, inputs: Tree) -> MtpResults:
+        """Return results initialized to zero; `inputs` are the arrays of a microbatch."""
         losses = mark_varying(jnp.zeros(self.num_heads, jnp.float32))
         if not isinstance(self.functions, MtpLayerFns):
             return MtpResults(losses, None)
 
-        def run(x: Array) -> tuple[Tree, Tree]:
+        def run() -> tuple[Tree, Tree]:
+            x = mark_varying(self.embedding.lookup(self.table, inputs["tokens"]))
             return self._layer(self._params(0), x, x, inputs, jnp.int32(0))[1:]
 
-        of_layer, statistics = jax.eval_shape(run, like)
+        of_layer, statistics = jax.eval_shape(run)
 
         def empty(like: Any) -> Statistic:
             return mark_varying(empty_statistic(like, self.num_heads))

@@ -107,7 +107,10 @@ class StepProgram:
         )
         key = None if key is None else mark_varying(key)
         self.embedding = Embedding(
-            plan.weight_shardings["embedding"], self.network.embed_scale, self.network.num_carried
+            plan.weight_shardings["embedding"],
+            self.network.embed_scale,
+            self.network.num_carried,
+            self.network.num_streams,
         )
         self.table = self.embedding.prepare(params["embedding"], self.network.compute_dtype)
         self.is_tied = "head" not in params
@@ -121,7 +124,11 @@ class StepProgram:
         plan, network = self.plan, self.network
         shardings, dtype = plan.weight_shardings, network.compute_dtype
         final_norm = jax.tree.map(
-            lambda leaf: mark_varying(leaf.astype(dtype)), params["final_norm"]
+            lambda leaf, sharding: mark_varying(
+                leaf if sharding.has_own_dtype else leaf.astype(dtype)
+            ),
+            params["final_norm"],
+            shardings["final_norm"],
         )
         if self.is_tied:
             head, sharding = params["embedding"].T, shardings["embedding"].transposed
@@ -157,7 +164,7 @@ class StepProgram:
             network.mtp,
             weights,
             weights.prepare(params),
-            self.embedding,
+            self.embedding._replace(num_streams=1),
             self.table,
             key,
             self.seeds,
@@ -262,7 +269,7 @@ class StepProgram:
             loss=mark_varying(jnp.zeros(self.network.sums_shape)),
             rows=self.reader
             and self.loss_slot.empty_outputs(self.reader, schedule.num_microbatches, empty),
-            ahead=mtp and mtp.empty_results(empty, self._first_inputs()),
+            ahead=mtp and mtp.empty_results(self._first_inputs()),
         )
 
     def _empty_gradients(self) -> tuple[Tree, Gradients]:
@@ -642,6 +649,8 @@ class Network:
     num_carried: int = 0
     """Number of entries per token that follow the residual stream in the input and output of each
     layer."""
+    num_streams: int = 1
+    """Number of residual streams."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:

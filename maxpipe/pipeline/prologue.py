@@ -68,6 +68,8 @@ class Embedding(NamedTuple):
     num_carried: int = 0
     """Number of zeros that are appended to each embedding, for arrays that layers pass to later
     layers."""
+    num_streams: int = 1
+    """Number of residual streams, to which each embedding is copied."""
 
     @property
     def is_column_sharded(self) -> bool:
@@ -88,14 +90,14 @@ class Embedding(NamedTuple):
         self, table: Float[Array, "v d"], tokens: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """Return the first layer's input, identical on every stage."""
-        return self._padded(self._to_rows(sum_over(self._lookup_local(table, tokens), STAGE)))
+        return self._layer_input(self._to_rows(sum_over(self._lookup_local(table, tokens), STAGE)))
 
     def lookup_per_stage(
         self, table: Float[Array, "v d"], tokens: Int[Array, "P B T"]
     ) -> Float[Array, "B T D"]:
         """Return the first layer's input for this stage's microbatch, given all stages' tokens."""
         rows = reduce_scatter(self._lookup_local(table, tokens), STAGE, 0)[0]
-        return self._padded(self._to_rows(rows))
+        return self._layer_input(self._to_rows(rows))
 
     def accumulate(
         self,
@@ -151,7 +153,8 @@ class Embedding(NamedTuple):
         cotangent = self._scaled(cotangent.astype(total.dtype), cotangent.dtype)
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
-    def _padded(self, x: jax.Array) -> jax.Array:
+    def _layer_input(self, x: jax.Array) -> jax.Array:
+        x = jnp.tile(x, self.num_streams) if self.num_streams > 1 else x
         return jnp.pad(x, ((0, 0), (0, 0), (0, self.num_carried))) if self.num_carried else x
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
@@ -161,10 +164,12 @@ class Embedding(NamedTuple):
         return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
-        """Return this device's columns for all shards' tokens, given all columns for this device's
-        tokens.
+        """Return this device's columns for all shards' tokens, given the cotangents of the first
+        layer's input for this device's tokens.
         """
         x = x[..., : x.shape[-1] - self.num_carried] if self.num_carried else x
+        if self.num_streams > 1:
+            x = x.reshape(*x.shape[:-1], self.num_streams, -1).sum(axis=-2)
         if not self.is_column_sharded:
             return x
         # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.

@@ -241,6 +241,7 @@ def build_steps(
         num_sources,
         objective,
         sum(decoder.model.carried.values()),
+        ends.num_streams,
     )
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)

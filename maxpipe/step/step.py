@@ -28,8 +28,9 @@ from jaxtyping import Bool, Float
 
 from maxpipe.config.sections.layer_stats import LayerStatsConfig
 from maxpipe.distributed.runtime import compiler_options
+from maxpipe.models.layer_reports import Follows
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.spec import Follows, Model
+from maxpipe.models.spec import Model
 from maxpipe.nn.decoder import MTP
 from maxpipe.optim.guard import MOMENTUM, check_step, select_update
 from maxpipe.optim.update import Optimizer, OptState

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.models.layer_reports import Follows
 from maxpipe.models.moe import MoeConfig
-from maxpipe.models.spec import Follows
 from maxpipe.step.step import balance_step
 from tests.cases import Case, batch_of, keeping, steps_of
 from tests.times import shared

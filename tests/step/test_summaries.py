@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.models.layer_reports import Summary
 from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.registry import FAMILIES, describe, summaries
-from maxpipe.models.spec import LayerType, Model, Summary
+from maxpipe.models.spec import LayerType, Model
 from maxpipe.step.step import compute_layer_metrics
 from tests.cases import MODEL
 

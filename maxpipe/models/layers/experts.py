@@ -7,19 +7,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from maxpipe.models.layer_reports import Follows, Summary
 from maxpipe.models.layers.mlp import MLP, Activation, RMSNorm, input_projections
 from maxpipe.models.spec import (
     NOTHING,
     Constant,
     Dims,
-    Follows,
     Held,
     Matmul,
     Normal,
     Operation,
     Param,
     Part,
-    Summary,
 )
 
 BalanceOver = Literal["sequence", "microbatch", "devices"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+from maxpipe.models.layer_reports import Summary
 from maxpipe.models.layers.attention import CANNOT, Rope, kept_with_context, score_storage
 from maxpipe.models.layers.indexer import INDEX_TOPK, LOSS, Indexer
 from maxpipe.models.layers.mlp import RMSNorm
@@ -20,7 +21,6 @@ from maxpipe.models.spec import (
     Param,
     Part,
     Scores,
-    Summary,
 )
 
 

@@ -1,0 +1,231 @@
+"""Hyper-connections: several residual streams, which branches read and update.
+
+The streams of a token are one vector, one stream after the other. Streams are slices of the last
+dim; a separate dim of n = 4 streams would be padded to 8 or 16 rows in the memory of a TPU. All
+sums are in float32.
+
+The backward passes are written by hand. They save the streams, the output of the branch, the
+output of the projection (n * (n + 2) numbers per token) and one float32 number per token. The maps
+are computed again, so that no result of a Sinkhorn iteration is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jaxtyping import Float
+
+from maxpipe.models.layers.hyper_connections import HyperConnection, StreamHead, StreamMap
+from maxpipe.nn.module import SpecModule
+from maxpipe.parallel.sharding import AxisRules
+
+
+class _Weights(NamedTuple):
+    """Float32 parameters of a map."""
+
+    project: Float[Array, "nD J"]
+    bias: Float[Array, " J"]
+    scale: Float[Array, " G"]
+
+
+class _Module(SpecModule):
+    project: nnx.Param
+    bias: nnx.Param
+    scale: nnx.Param
+
+    def __init__(self, part: StreamMap, rules: AxisRules):
+        super().__init__(part)
+        self.part, self.rules = part, rules
+
+    def _weights(self) -> _Weights:
+        weights = (self.project[...], self.bias[...], self.scale[...])
+        return _Weights(*(weight.astype(jnp.float32) for weight in weights))
+
+
+class HyperConnectionModule(_Module):
+    """Maps between the residual streams and the input and output of a branch."""
+
+    part: HyperConnection
+
+    def read(
+        self, x: Float[Array, "B T nD"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "J B T"]]:
+        """Return the input of the branch, and the projection of the streams for `write`."""
+        return _read(self.part, x, self._weights())
+
+    def write(
+        self, x: Float[Array, "B T nD"], change: Float[Array, "B T D"], z: Float[Array, "J B T"]
+    ) -> Float[Array, "B T nD"]:
+        """Return the new streams, given the output of the branch."""
+        weights = self._weights()
+        return _write(self.part, x, change, z, weights.bias, weights.scale)
+
+
+class StreamHeadModule(_Module):
+    """Sum of all residual streams, weighted per token."""
+
+    part: StreamHead
+
+    def __call__(self, x: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
+        """Return the weighted sum."""
+        return _read(self.part, x, self._weights())[0]
+
+
+def spread(x: Float[Array, "*dims D"], num_streams: int) -> Float[Array, "*dims nD"]:
+    """Copy an array to all residual streams."""
+    return x if num_streams == 1 else jnp.concatenate([x] * num_streams, axis=-1)
+
+
+# Coefficients of the streams. Their first dim is the number of the coefficient, so that tokens are
+# the last dim.
+
+
+def _scaled(
+    part: StreamMap, z: Float[Array, "J B T"], bias: Float[Array, " J"], scale: Float[Array, " G"]
+) -> list[Float[Array, "_ B T"]]:
+    """Return the logits of each group of coefficients."""
+    logits, start = [], 0
+    for number, count in enumerate(part.scale_counts):
+        group = slice(start, start + count)
+        logits.append(z[group] * scale[number] + bias[group, None, None])
+        start += count
+    return logits
+
+
+def _pre(
+    part: StreamMap, z: Float[Array, "J B T"], bias: Float[Array, " J"], scale: Float[Array, " G"]
+) -> Float[Array, "n B T"]:
+    """Return the weights of the streams in the input of a branch or of the final norm."""
+    return jax.nn.sigmoid(_scaled(part, z, bias, scale)[0]) + part.epsilon
+
+
+def _post_and_comb(
+    part: HyperConnection,
+    z: Float[Array, "J B T"],
+    bias: Float[Array, " J"],
+    scale: Float[Array, " G"],
+) -> tuple[Float[Array, "n B T"], Float[Array, "n n B T"]]:
+    """Return the weights of the branch's output, and the matrix that mixes the streams."""
+    _, post, comb = _scaled(part, z, bias, scale)
+    n = part.num_streams
+    return 2.0 * jax.nn.sigmoid(post), sinkhorn(comb.reshape(n, n, *comb.shape[1:]), part)
+
+
+def sinkhorn(logits: Float[Array, "n n B T"], part: HyperConnection) -> Float[Array, "n n B T"]:
+    """Return approximately doubly stochastic matrices, whose rows are dim 0."""
+    matrix = jax.nn.softmax(logits, axis=1) + part.epsilon
+    matrix = matrix / (matrix.sum(axis=0, keepdims=True) + part.epsilon)
+    for _ in range(part.num_iterations - 1):
+        matrix = matrix / (matrix.sum(axis=1, keepdims=True) + part.epsilon)
+        matrix = matrix / (matrix.sum(axis=0, keepdims=True) + part.epsilon)
+    return matrix
+
+
+# Sums over streams.
+
+
+def _split(x: Float[Array, "B T nD"], part: StreamMap) -> list[Float[Array, "B T D"]]:
+    return [stream.astype(jnp.float32) for stream in jnp.split(x, part.num_streams, axis=-1)]
+
+
+def _sum(
+    coefficients: Sequence[Float[Array, "B T"]], arrays: Sequence[Float[Array, "B T D"]]
+) -> Float[Array, "B T D"]:
+    terms = [c[..., None] * array for c, array in zip(coefficients, arrays, strict=True)]
+    return sum(terms[1:], start=terms[0])
+
+
+def _dot(a: Float[Array, "B T D"], b: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+    return jnp.sum(a * b, axis=-1)
+
+
+def _project(
+    part: StreamMap, x: Float[Array, "B T nD"], project: Float[Array, "nD J"]
+) -> tuple[Float[Array, "J B T"], Float[Array, "B T"]]:
+    """Return z and the inverse root mean square of each token's streams.
+
+    The norm is applied to the result of the matmul, so that the normalized streams are not stored.
+    """
+    wide = x.astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1) + part.norm_epsilon)
+    z = jnp.einsum("btk,kj->jbt", wide, project, precision=lax.Precision.HIGH)
+    return z * inverse, inverse
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read(
+    part: StreamMap, x: Float[Array, "B T nD"], weights: _Weights
+) -> tuple[Float[Array, "B T D"], Float[Array, "J B T"]]:
+    return _read_forward(part, x, weights)[0]
+
+
+def _read_forward(part: StreamMap, x: Array, weights: _Weights):
+    z, inverse = _project(part, x, weights.project)
+    pre = _pre(part, z, weights.bias, weights.scale)
+    h = _sum(list(pre), _split(x, part)).astype(x.dtype)
+    return (h, z), (x, z, inverse, weights)
+
+
+def _read_backward(part: StreamMap, saved, cotangents):
+    x, z, inverse, weights = saved
+    d_h, d_z = cotangents
+    pre, of_pre = jax.vjp(partial(_pre, part), z, weights.bias, weights.scale)
+    d_h = d_h.astype(jnp.float32)
+    d_pre = jnp.stack([_dot(d_h, stream) for stream in _split(x, part)])
+    more, d_bias, d_scale = of_pre(d_pre)
+    d_z = d_z + more
+    d_product = d_z * inverse
+    # With u = x W, z = u / rms(x), so the norm's part of the gradient is -x (z d_z) / (nD rms^2).
+    through_norm = (z * d_z).sum(axis=0) * jnp.square(inverse) / x.shape[-1]
+    high = lax.Precision.HIGH
+    d_x = jnp.einsum("jbt,kj->btk", d_product, weights.project, precision=high)
+    wide = x.astype(jnp.float32)
+    direct = jnp.concatenate([d_h * each[..., None] for each in pre], axis=-1)
+    d_x = (d_x + direct - wide * through_norm[..., None]).astype(x.dtype)
+    d_project = jnp.einsum("btk,jbt->kj", wide, d_product, precision=high)
+    return d_x, _Weights(d_project, d_bias, d_scale)
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _write(
+    part: HyperConnection,
+    x: Float[Array, "B T nD"],
+    change: Float[Array, "B T D"],
+    z: Float[Array, "J B T"],
+    bias: Float[Array, " J"],
+    scale: Float[Array, " G"],
+) -> Float[Array, "B T nD"]:
+    return _write_forward(part, x, change, z, bias, scale)[0]
+
+
+def _write_forward(part: HyperConnection, x: Array, change: Array, z: Array, *weights: Array):
+    post, comb = _post_and_comb(part, z, *weights)
+    arrays = [change.astype(jnp.float32), *_split(x, part)]
+    streams = [_sum([post[j], *comb[:, j]], arrays) for j in range(part.num_streams)]
+    return jnp.concatenate(streams, axis=-1).astype(x.dtype), (x, change, z, *weights)
+
+
+def _write_backward(part: HyperConnection, saved, d_output):
+    x, change, *inputs = saved
+    (post, comb), of_maps = jax.vjp(partial(_post_and_comb, part), *inputs)
+    d_streams, streams = _split(d_output, part), _split(x, part)
+    wide = change.astype(jnp.float32)
+    d_post = jnp.stack([_dot(wide, d_stream) for d_stream in d_streams])
+    d_comb = jnp.stack(
+        [jnp.stack([_dot(stream, d_stream) for d_stream in d_streams]) for stream in streams]
+    )
+    d_change = _sum(list(post), d_streams).astype(change.dtype)
+    d_x = jnp.concatenate([_sum(list(row), d_streams) for row in comb], axis=-1).astype(x.dtype)
+    return d_x, d_change, *of_maps((d_post, d_comb))
+
+
+_write.defvjp(_write_forward, _write_backward)

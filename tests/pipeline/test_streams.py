@@ -1,0 +1,59 @@
+"""Hyper-connections in the engine against autodiff of the unpipelined model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from maxpipe.models.moe import MoeConfig
+from tests.cases import Case
+from tests.pipeline.test_engine import check_gradients
+from tests.streams import StreamsConfig, registered
+
+STREAMS = StreamsConfig()
+TWO = StreamsConfig(num_streams=2, num_iterations=3)
+MOE = StreamsConfig(MoeConfig(num_experts=6, num_dense_layers=2, d_expert=12))
+
+
+@pytest.fixture(autouse=True)
+def family() -> Iterator[None]:
+    with registered():
+        yield
+
+
+CASES = [
+    Case(2, 1, 2, own=STREAMS, epsilon=1.0, layers=5, schedule="1f1b", fsdp=2),
+    Case(
+        2, 2, 3, own=STREAMS, epsilon=1.0, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2
+    ),
+    Case(
+        4,
+        1,
+        5,
+        own=STREAMS,
+        epsilon=1.0,
+        layers=6,
+        schedule="zb_h1",
+        remat="names",
+        data=2,
+        tied=True,
+    ),
+    Case(2, 1, 5, own=STREAMS, epsilon=1.0, layers=5, schedule="gpipe", context=2, gather="step"),
+    Case(3, 2, 4, own=STREAMS, epsilon=1.0, layers=8, outside=2, remat="chunk", idle="compute"),
+    Case(
+        2, 2, 3, own=STREAMS, epsilon=1.0, layers=5, gather="window", fsdp=2, dropout=0.3, ahead=2
+    ),
+    Case(
+        2, 2, 3, own=STREAMS, epsilon=1.0, layers=5, schedule="circular", tensor=2, split="sequence"
+    ),
+    Case(
+        2, 1, 3, own=MOE, epsilon=1.0, layers=5, expert=2, schedule="zb_h1", ahead=1, form="layer"
+    ),
+    Case(2, 2, 3, own=TWO, epsilon=1.0, layers=5, loss_block=5, tensor=2, remat="none"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients(case: Case) -> None:
+    check_gradients(case)
