@@ -12,6 +12,7 @@ import pytest
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.layers.hyper_connections import HyperConnection, StreamHead
+from maxpipe.models.layers.mlp import Norm
 from maxpipe.models.llama import LlamaConfig
 from maxpipe.models.registry import FAMILIES, PLUGIN_MODULES
 from maxpipe.models.spec import Constant, Model, Normal, Param
@@ -53,27 +54,41 @@ class StreamsConfig:
     num_iterations: int = 20
 
 
-def describe(config: ModelConfig) -> Model:
-    """Return the model of the base family with a hyper-connection for each branch."""
+def with_streams(
+    model: Model,
+    num_streams: int = 4,
+    num_iterations: int = 20,
+    connection: type[HyperConnection] = HyperConnection,
+    head: type[StreamHead] = StreamHead,
+) -> Model:
+    """Return the model with a hyper-connection for each branch."""
+    d_model, norm = model.ends.embedding.shape[1], model.ends.norm
+    assert isinstance(norm, Norm)
+    sizes = d_model, num_streams, norm.epsilon, 1e-6
+    layer_types = {
+        name: replace(
+            kind,
+            branches=tuple(
+                replace(branch, connection=connection(*sizes, num_iterations))
+                for branch in kind.branches
+            ),
+        )
+        for name, kind in model.layer_types.items()
+    }
+    ends = replace(model.ends, num_streams=num_streams, stream_head=head(*sizes))
+    return replace(model, layer_types=layer_types, ends=ends)
+
+
+def _describe(config: ModelConfig) -> Model:
     own = own_keys(config, StreamsConfig)
     name = next(name for name, each in FAMILIES.items() if each.section is type(own.base))
     model = FAMILIES[name].describe(replace(config, family=name, own=own.base))
     if own.num_streams == 1:
         return model
-    sizes = config.d_model, own.num_streams, config.norm_epsilon, 1e-6
-    connection = VariedConnection(*sizes, own.num_iterations)
-    layer_types = {
-        name: replace(
-            kind,
-            branches=tuple(replace(branch, connection=connection) for branch in kind.branches),
-        )
-        for name, kind in model.layer_types.items()
-    }
-    ends = replace(model.ends, num_streams=own.num_streams, stream_head=VariedHead(*sizes))
-    return replace(model, layer_types=layer_types, ends=ends)
+    return with_streams(model, own.num_streams, own.num_iterations, VariedConnection, VariedHead)
 
 
-FAMILY = Family("streams", StreamsConfig, describe)
+FAMILY = Family("streams", StreamsConfig, _describe)
 
 
 @contextmanager

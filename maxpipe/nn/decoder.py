@@ -284,6 +284,7 @@ class Decoder:
 
     def norm(self, params: Params, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Apply the final norm, between the last layer and the output projection."""
+        params = {name: params[name] for name in self.model.ends.norm.params}
         return _merge_module(_split(lambda: norm_module(self.model.ends.norm)), params)(x)
 
     def logits(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -291,19 +292,18 @@ class Decoder:
         return self._projected(params, self.final_norm(params["final_norm"], x))
 
     def final_norm(self, params: Params, x: Float[Array, "B T W"]) -> Float[Array, "B T D"]:
-        """Apply the final norm to the last layer's output, without the carried arrays.
+        """Apply the final norm to the last layer's output."""
+        return self.norm(params, self.reduce_streams(params, x))
 
-        Several residual streams are first reduced to one.
+    def reduce_streams(self, params: Params, x: Float[Array, "B T W"]) -> Float[Array, "B T D"]:
+        """Return the input of the final norm, given the norm's parameters and the last layer's
+        output: the residual stream, or the sum of all streams, without the carried arrays.
         """
         x = x[..., : self.model.residual_width] if self.model.carried else x
-        return self._reduced_norm(params, x)
-
-    def _reduced_norm(self, params: Params, x: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
         if (head := self.model.ends.stream_head) is None:
-            return self.norm(params, x)
+            return x
         build = sublayer_module(head)
-        x = _merge_module(_split(lambda: build(head, self.rules)), params[spec.STREAM_HEAD])(x)
-        return self.norm({name: params[name] for name in self.model.ends.norm.params}, x)
+        return _merge_module(_split(lambda: build(head, self.rules)), params[spec.STREAM_HEAD])(x)
 
     def mtp_head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Apply a projection-only MTP head to the final norm's output."""

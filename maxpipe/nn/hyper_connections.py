@@ -11,9 +11,10 @@ are computed again, so that no result of a Sinkhorn iteration is saved.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,7 @@ class HyperConnectionModule(_Module):
         self, x: Float[Array, "B T nD"], change: Float[Array, "B T D"], z: Float[Array, "J B T"]
     ) -> Float[Array, "B T nD"]:
         """Return the new streams, given the output of the branch."""
-        weights = self._weights()
-        return _write(self.part, x, change, z, weights.bias, weights.scale)
+        return _write(self.part, x, change, z, self._weights())
 
 
 class StreamHeadModule(_Module):
@@ -86,35 +86,43 @@ def spread(x: Float[Array, "*dims D"], num_streams: int) -> Float[Array, "*dims 
 # the last dim.
 
 
-def _scaled(
-    part: StreamMap, z: Float[Array, "J B T"], bias: Float[Array, " J"], scale: Float[Array, " G"]
-) -> list[Float[Array, "_ B T"]]:
-    """Return the logits of each group of coefficients."""
-    logits, start = [], 0
-    for number, count in enumerate(part.scale_counts):
-        group = slice(start, start + count)
-        logits.append(z[group] * scale[number] + bias[group, None, None])
-        start += count
-    return logits
+def _logits(part: StreamMap, z: Float[Array, "J B T"], weights: _Weights) -> Float[Array, "J B T"]:
+    """Return the logits of all coefficients."""
+    return z * _scales(part, weights)[:, None, None] + weights.bias[:, None, None]
 
 
-def _pre(
-    part: StreamMap, z: Float[Array, "J B T"], bias: Float[Array, " J"], scale: Float[Array, " G"]
-) -> Float[Array, "n B T"]:
+def _logits_backward(
+    part: StreamMap, z: Float[Array, "J B T"], weights: _Weights, d_logits: Float[Array, "J B T"]
+) -> tuple[Float[Array, "J B T"], Float[Array, " J"], Float[Array, " G"]]:
+    """Return the cotangents of z, the bias and the scales.
+
+    The barrier makes a split backward pass save the cotangent of the logits. Otherwise, the second
+    part would differentiate the Sinkhorn iterations again.
+    """
+    d_logits = lax.optimization_barrier(d_logits)
+    by_coefficient = (z * d_logits).sum(axis=(1, 2))
+    ends = itertools.accumulate(part.scale_counts)
+    d_scale = jnp.stack([each.sum() for each in jnp.split(by_coefficient, [*ends][:-1])])
+    return d_logits * _scales(part, weights)[:, None, None], d_logits.sum(axis=(1, 2)), d_scale
+
+
+def _scales(part: StreamMap, weights: _Weights) -> Float[Array, " J"]:
+    counts = enumerate(part.scale_counts)
+    return jnp.concatenate([jnp.broadcast_to(weights.scale[i], count) for i, count in counts])
+
+
+def _pre(part: StreamMap, logits: Float[Array, "J B T"]) -> Float[Array, "n B T"]:
     """Return the weights of the streams in the input of a branch or of the final norm."""
-    return jax.nn.sigmoid(_scaled(part, z, bias, scale)[0]) + part.epsilon
+    return jax.nn.sigmoid(logits[: part.num_streams]) + part.epsilon
 
 
 def _post_and_comb(
-    part: HyperConnection,
-    z: Float[Array, "J B T"],
-    bias: Float[Array, " J"],
-    scale: Float[Array, " G"],
+    part: HyperConnection, logits: Float[Array, "J B T"]
 ) -> tuple[Float[Array, "n B T"], Float[Array, "n n B T"]]:
     """Return the weights of the branch's output, and the matrix that mixes the streams."""
-    _, post, comb = _scaled(part, z, bias, scale)
     n = part.num_streams
-    return 2.0 * jax.nn.sigmoid(post), sinkhorn(comb.reshape(n, n, *comb.shape[1:]), part)
+    comb = logits[2 * n :].reshape(n, n, *logits.shape[1:])
+    return 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), sinkhorn(comb, part)
 
 
 def sinkhorn(logits: Float[Array, "n n B T"], part: HyperConnection) -> Float[Array, "n n B T"]:
@@ -167,29 +175,27 @@ def _read(
 
 def _read_forward(part: StreamMap, x: Array, weights: _Weights):
     z, inverse = _project(part, x, weights.project)
-    pre = _pre(part, z, weights.bias, weights.scale)
-    h = _sum(list(pre), _split(x, part)).astype(x.dtype)
-    return (h, z), (x, z, inverse, weights)
+    pre = _pre(part, _logits(part, z, weights))
+    return (_sum(list(pre), _split(x, part)).astype(x.dtype), z), (x, z, inverse, weights)
 
 
-def _read_backward(part: StreamMap, saved, cotangents):
+def _read_backward(part: StreamMap, saved: Any, cotangents: Any):
     x, z, inverse, weights = saved
     d_h, d_z = cotangents
-    pre, of_pre = jax.vjp(partial(_pre, part), z, weights.bias, weights.scale)
+    pre, of_pre = jax.vjp(partial(_pre, part), _logits(part, z, weights))
     d_h = d_h.astype(jnp.float32)
-    d_pre = jnp.stack([_dot(d_h, stream) for stream in _split(x, part)])
-    more, d_bias, d_scale = of_pre(d_pre)
+    (d_logits,) = of_pre(jnp.stack([_dot(d_h, stream) for stream in _split(x, part)]))
+    more, d_bias, d_scale = _logits_backward(part, z, weights, d_logits)
     d_z = d_z + more
+    # z is x W / rms(x), so that the gradient through the norm is -x sum(z d_z) / (nD rms(x)^2).
     d_product = d_z * inverse
-    # With u = x W, z = u / rms(x), so the norm's part of the gradient is -x (z d_z) / (nD rms^2).
     through_norm = (z * d_z).sum(axis=0) * jnp.square(inverse) / x.shape[-1]
-    high = lax.Precision.HIGH
+    wide, high = x.astype(jnp.float32), lax.Precision.HIGH
     d_x = jnp.einsum("jbt,kj->btk", d_product, weights.project, precision=high)
-    wide = x.astype(jnp.float32)
-    direct = jnp.concatenate([d_h * each[..., None] for each in pre], axis=-1)
-    d_x = (d_x + direct - wide * through_norm[..., None]).astype(x.dtype)
+    d_x += jnp.concatenate([d_h * each[..., None] for each in pre], axis=-1)
+    d_x -= wide * through_norm[..., None]
     d_project = jnp.einsum("btk,jbt->kj", wide, d_product, precision=high)
-    return d_x, _Weights(d_project, d_bias, d_scale)
+    return d_x.astype(x.dtype), _Weights(d_project, d_bias, d_scale)
 
 
 _read.defvjp(_read_forward, _read_backward)
@@ -201,31 +207,33 @@ def _write(
     x: Float[Array, "B T nD"],
     change: Float[Array, "B T D"],
     z: Float[Array, "J B T"],
-    bias: Float[Array, " J"],
-    scale: Float[Array, " G"],
+    weights: _Weights,
 ) -> Float[Array, "B T nD"]:
-    return _write_forward(part, x, change, z, bias, scale)[0]
+    return _write_forward(part, x, change, z, weights)[0]
 
 
-def _write_forward(part: HyperConnection, x: Array, change: Array, z: Array, *weights: Array):
-    post, comb = _post_and_comb(part, z, *weights)
+def _write_forward(part: HyperConnection, x: Array, change: Array, z: Array, weights: _Weights):
+    post, comb = _post_and_comb(part, _logits(part, z, weights))
     arrays = [change.astype(jnp.float32), *_split(x, part)]
     streams = [_sum([post[j], *comb[:, j]], arrays) for j in range(part.num_streams)]
-    return jnp.concatenate(streams, axis=-1).astype(x.dtype), (x, change, z, *weights)
+    return jnp.concatenate(streams, axis=-1).astype(x.dtype), (x, change, z, weights)
 
 
-def _write_backward(part: HyperConnection, saved, d_output):
-    x, change, *inputs = saved
-    (post, comb), of_maps = jax.vjp(partial(_post_and_comb, part), *inputs)
+def _write_backward(part: HyperConnection, saved: Any, d_output: Array):
+    x, change, z, weights = saved
+    (post, comb), of_maps = jax.vjp(partial(_post_and_comb, part), _logits(part, z, weights))
     d_streams, streams = _split(d_output, part), _split(x, part)
     wide = change.astype(jnp.float32)
     d_post = jnp.stack([_dot(wide, d_stream) for d_stream in d_streams])
     d_comb = jnp.stack(
         [jnp.stack([_dot(stream, d_stream) for d_stream in d_streams]) for stream in streams]
     )
+    (d_logits,) = of_maps((d_post, d_comb))
+    d_z, d_bias, d_scale = _logits_backward(part, z, weights, d_logits)
     d_change = _sum(list(post), d_streams).astype(change.dtype)
     d_x = jnp.concatenate([_sum(list(row), d_streams) for row in comb], axis=-1).astype(x.dtype)
-    return d_x, d_change, *of_maps((d_post, d_comb))
+    d_project = jnp.zeros_like(weights.project)
+    return d_x, d_change, d_z, _Weights(d_project, d_bias, d_scale)
 
 
 _write.defvjp(_write_forward, _write_backward)

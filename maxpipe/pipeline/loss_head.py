@@ -143,7 +143,10 @@ class _Softmax(NamedTuple):
 class LossHead(NamedTuple):
     """Final norm, projection to the vocabulary, and the objective."""
 
-    norm: Callable[[Any, Float[Array, "B T W"]], Float[Array, "B T D"]]
+    reduce: Callable[[Any, Float[Array, "B T W"]], Float[Array, "B T D"]]
+    """Function that maps the last layer's output to the input of the final norm. The parameters are
+    those of `norm`. Only the reduced output is sent to the other stages."""
+    norm: Callable[[Any, Float[Array, "B T D"]], Float[Array, "B T D"]]
     last_stage: int
     """Stage that holds the network's last chunk."""
     vocab_size: int
@@ -171,15 +174,19 @@ class LossHead(NamedTuple):
     ) -> Float[Array, "*sums"]:
         """Return the weighted sums of the loss and the metrics over the microbatch."""
         if self.objective.segments_per_loss:
-            scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
+            scores = self._all_scores(
+                norm_params, head, *self._token_arrays(norm_params, output, inputs)
+            )
             return self._segment_losses(scores, inputs, None)[0]
 
-        def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[Array, None]:
-            logits = self._logits(self.norm(norm_params, output), head)
+        def of_block(x: Array, mask: Array, given: TokenArrays) -> tuple[Array, None]:
+            logits = self._logits(self.norm(norm_params, x), head)
             scores, _ = self._log_probs(logits, self.objective.log_prob_specs, given)
             return self._token_losses(self.objective, None, scores, mask, given)[0], None
 
-        return map_token_blocks(of_block, self.block_tokens, *self._token_arrays(output, inputs))[0]
+        return map_token_blocks(
+            of_block, self.block_tokens, *self._token_arrays(norm_params, output, inputs)
+        )[0]
 
     def scores(
         self,
@@ -191,7 +198,9 @@ class LossHead(NamedTuple):
         """Return the objective's inputs: per-token scores, or sums of these scores over segments
         `[B, S]`.
         """
-        scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
+        scores = self._all_scores(
+            norm_params, head, *self._token_arrays(norm_params, output, inputs)
+        )
         return self._sum_by_segment(scores, inputs) if self.objective.segments_per_loss else scores
 
     def top_log_probs(
@@ -208,9 +217,9 @@ class LossHead(NamedTuple):
         their token IDs.
         """
 
-        def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
+        def of_block(x: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
             del mask, given
-            logits = self._logits(self.norm(norm_params, output), head)
+            logits = self._logits(self.norm(norm_params, x), head)
             _, log = _softmax(logits.values / temperature)
             # Ties are resolved in favor of the smaller ID, regardless of how the columns are
             # sharded.
@@ -221,7 +230,9 @@ class LossHead(NamedTuple):
             ids = jnp.take_along_axis(all_ids, at, axis=2)
             return None, mark_varying((largest / temperature - log[..., None], ids))
 
-        return map_token_blocks(of_block, self.block_tokens, *self._token_arrays(output, inputs))[1]
+        return map_token_blocks(
+            of_block, self.block_tokens, *self._token_arrays(norm_params, output, inputs)
+        )[1]
 
     # With gradients.
 
@@ -240,21 +251,24 @@ class LossHead(NamedTuple):
         microbatch's arrays. MTP heads (`ahead`) contribute to the gradients of both `output` and
         `head`. The other
         results of the MTP heads are the second return value (see `MtpLossHeads.add`).
+
+        The gradient of the norm's parameters is valid on the last stage only.
         """
         norm_params = mark_varying(norm_params)
-        output, mask, given = self._token_arrays(output, inputs)
+        reduced, reduce_vjp = jax.vjp(self.reduce, norm_params, output)
+        x, mask, given = self._shared_arrays(reduced, inputs)
         of_segments, cotangents_of = None, partial(self._token_losses, self.objective, scale)
         if self.objective.segments_per_loss and not 0 < self.block_tokens < mask.size:
             cotangents_of = lambda scores, *_: self._segment_losses(scores, inputs, scale)  # noqa: E731
         elif self.objective.segments_per_loss:
             # The cotangents depend on sums over all blocks, so the logits of each block are
             # computed twice.
-            scores = self._all_scores(norm_params, head, output, mask, given)
+            scores = self._all_scores(norm_params, head, x, mask, given)
             of_segments, known = self._segment_losses(scores, inputs, scale)
             given, cotangents_of = given | {_COTANGENTS: known}, _known_cotangents
 
-        def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[Any, Array]:
-            hidden, norm_vjp = jax.vjp(self.norm, norm_params, output)
+        def of_block(x: Array, mask: Array, given: TokenArrays) -> tuple[Any, Array]:
+            hidden, norm_vjp = jax.vjp(self.norm, norm_params, x)
             total, d_hidden, d_head = self._loss_gradients(
                 self.objective.log_prob_specs, cotangents_of, head, hidden, mask, given
             )
@@ -263,15 +277,15 @@ class LossHead(NamedTuple):
                 score = partial(self._cross_entropy, head)  # summed over all sequences
                 d_hidden, d_head, sums = ahead(score, hidden, d_hidden, d_head)
             d_hidden = mark_varying(sum_over(d_hidden, STAGE)).astype(hidden.dtype)
-            d_norm, d_output = norm_vjp(d_hidden)
-            return (total, d_norm, d_head, sums), d_output
+            d_norm, d_x = norm_vjp(d_hidden)
+            return (total, d_norm, d_head, sums), d_x
 
         # MTP heads use tokens from other blocks, so the final norm is applied to all tokens at
         # once. Only the logits are computed in blocks.
         size = self.block_tokens if ahead is None else 0
-        (total, d_norm, d_head, sums), d_output = map_token_blocks(
-            of_block, size, output, mask, given
-        )
+        (total, d_norm, d_head, sums), d_x = map_token_blocks(of_block, size, x, mask, given)
+        of_reduction, d_output = reduce_vjp(d_x)
+        d_norm = jax.tree.map(lambda a, b: a + b.astype(a.dtype), d_norm, of_reduction)
         total = total if of_segments is None else of_segments
         return LossGradients(total, d_output, d_norm, d_head), sums
 
@@ -330,8 +344,13 @@ class LossHead(NamedTuple):
 
     # Scores.
 
-    def _token_arrays(self, output: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
-        """Return the output of the last layer, the loss mask, and the other per-token arrays."""
+    def _token_arrays(
+        self, norm_params: Any, output: Array, inputs: Any
+    ) -> tuple[Array, Array, dict[str, Any]]:
+        """Return the input of the final norm, the loss mask, and the other per-token arrays."""
+        return self._shared_arrays(self.reduce(mark_varying(norm_params), output), inputs)
+
+    def _shared_arrays(self, reduced: Array, inputs: Any) -> tuple[Array, Array, dict[str, Any]]:
         extra = (
             name for name, array in self.objective.batch_arrays.items() if not array.per_sequence
         )
@@ -340,7 +359,7 @@ class LossHead(NamedTuple):
         mask = inputs["loss_mask"]
         if self.num_sources:
             arrays["source_ids"] = jnp.broadcast_to(inputs["source_ids"][:, None], mask.shape)
-        return mark_varying(broadcast_from(output, STAGE, self.last_stage)), mask, arrays
+        return mark_varying(broadcast_from(reduced, STAGE, self.last_stage)), mask, arrays
 
     def _logits(self, hidden: Float[Array, "B T D"], head: Float[Array, "D v"]) -> _Logits:
         num_columns = head.shape[1]

@@ -137,6 +137,7 @@ class StepProgram:
         weights = LayerWeights(plan.prologue_gather_mode, sharding, dtype)
         return LossSlot(
             LossHead(
+                network.reduce,
                 network.norm,
                 self.schedule.ring.last_stage,
                 network.vocab_size,
@@ -551,11 +552,12 @@ class StepProgram:
             kind: self._stacked(kind, weights.finish(gradients.layers[kind]))
             for kind, weights in self.weights.items()
         }
-        # Every stage has computed the same gradient of the final norm; only stage 0's gradient is
-        # used.
+        # Every stage has computed the gradient of the final norm. The last stage's gradient is
+        # used, because only that stage has the input of the reduction before the norm.
+        last = self.schedule.ring.last_stage
         divisions = select_trainable(self.plan.weight_shardings, self.plan.trainable)
         final_norm = jax.tree.map(
-            lambda leaf, division: sum_gradient(broadcast_from(leaf, STAGE, 0), division),
+            lambda leaf, division: sum_gradient(broadcast_from(leaf, STAGE, last), division),
             gradients.final_norm,
             divisions.get("final_norm", {}),
         )
@@ -623,7 +625,7 @@ class Network:
     layers: dict[str, LayerFn]
     """Function that applies a layer, for each layer type."""
     norm: Callable[[Tree, jax.Array], jax.Array]
-    """Final norm, applied to the last layer's output before the loss head."""
+    """Final norm, applied before the output projection."""
     vocab_size: int
     compute_dtype: jnp.dtype
     loss_weights: dict[str, float] = field(default_factory=dict)
@@ -651,6 +653,9 @@ class Network:
     layer."""
     num_streams: int = 1
     """Number of residual streams."""
+    reduce: Callable[[Tree, jax.Array], jax.Array] = lambda _, x: x
+    """Function that maps the last layer's output to the input of the final norm. The parameters are
+    those of `norm`."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:

@@ -108,9 +108,8 @@ class Embedding(NamedTuple):
         """Add the cotangent from stage 0 to `total`, the float32 gradient of this device's table
         shard.
         """
-        return self._add(
-            total, tokens, self._to_columns(mark_varying(broadcast_from(cotangent, STAGE, 0)))
-        )
+        cotangent = broadcast_from(self._embedding_cotangent(cotangent), STAGE, 0)
+        return self._add(total, tokens, self._to_columns(mark_varying(cotangent)))
 
     def accumulate_parts(
         self,
@@ -119,7 +118,8 @@ class Embedding(NamedTuple):
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
         """Sum the stages' partial cotangents, and add the result to the gradient `total`."""
-        return self._add(total, tokens, self._to_columns(mark_varying(sum_over(cotangent, STAGE))))
+        cotangent = sum_over(self._embedding_cotangent(cotangent), STAGE)
+        return self._add(total, tokens, self._to_columns(mark_varying(cotangent)))
 
     def accumulate_per_stage(
         self,
@@ -130,7 +130,7 @@ class Embedding(NamedTuple):
         """Add the cotangents of all stages' microbatches to the gradient `total`; `tokens` contains
         the tokens of all stages.
         """
-        columns = self._to_columns(cotangent)[None]
+        columns = self._to_columns(self._embedding_cotangent(cotangent))[None]
         return self._add(total, tokens, all_gather(columns, STAGE, 0))
 
     def finish(self, total: Float[Array, "v d"]) -> Float[Array, "v shard"]:
@@ -163,13 +163,15 @@ class Embedding(NamedTuple):
         """
         return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
-    def _to_columns(self, x: jax.Array) -> jax.Array:
-        """Return this device's columns for all shards' tokens, given the cotangents of the first
-        layer's input for this device's tokens.
-        """
+    def _embedding_cotangent(self, x: jax.Array) -> jax.Array:
+        """Return the cotangent of the embeddings, given that of the first layer's input."""
         x = x[..., : x.shape[-1] - self.num_carried] if self.num_carried else x
-        if self.num_streams > 1:
-            x = x.reshape(*x.shape[:-1], self.num_streams, -1).sum(axis=-2)
+        return sum(jnp.split(x, self.num_streams, axis=-1)) if self.num_streams > 1 else x
+
+    def _to_columns(self, x: jax.Array) -> jax.Array:
+        """Return this device's columns for all shards' tokens, given all columns for this device's
+        tokens.
+        """
         if not self.is_column_sharded:
             return x
         # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.

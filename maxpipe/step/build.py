@@ -229,7 +229,7 @@ def build_steps(
     ends = decoder.model.ends
     network = Network(
         {kind: decoder.layer(kind) for kind in decoder.model.layer_types},
-        decoder.final_norm,
+        decoder.norm,
         model.vocab_size,
         jnp.dtype(model.compute_dtype),
         dict(decoder.model.losses),
@@ -242,6 +242,7 @@ def build_steps(
         objective,
         sum(decoder.model.carried.values()),
         ends.num_streams,
+        decoder.reduce_streams,
     )
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)

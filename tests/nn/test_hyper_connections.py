@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxpipe.models.layers.hyper_connections import HyperConnection, StreamHead
-from maxpipe.nn.hyper_connections import HyperConnectionModule, StreamHeadModule, spread
+from maxpipe.nn.hyper_connections import (
+    HyperConnectionModule,
+    StreamHeadModule,
+    sinkhorn,
+    spread,
+)
 from tests.nn.parts import RULES, with_values
 
 B, T, D, N = 2, 5, 7, 4
@@ -20,17 +27,17 @@ HEAD = StreamHead(D, N, 0.03, 1e-3)
 Values = Mapping[str, np.ndarray]
 
 
-def normed(x: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.03)
+def normed(x: Any) -> Any:
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 0.03)
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+def sigmoid(x: Any) -> Any:
+    return 1 / (1 + jnp.exp(-x))
 
 
-def comb_of(logits: np.ndarray, iterations: int = 20) -> np.ndarray:
+def comb_of(logits: Any, iterations: int = 20) -> Any:
     """Return the mixing matrices `[..., from, to]`."""
-    comb = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) + 1e-3
+    comb = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True) + 1e-3
     for number in range(iterations):
         if number:
             comb = comb / (comb.sum(-1, keepdims=True) + 1e-3)
@@ -38,15 +45,15 @@ def comb_of(logits: np.ndarray, iterations: int = 20) -> np.ndarray:
     return comb
 
 
-def reference(values: Values, x: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> Any:
+def reference(values: Values, x: Any, change: Callable[[Any], Any]) -> Any:
     """Return the new streams and the branch's input. Streams are `[B, T, N, D]`."""
     z = normed(x.reshape(B, T, -1)) @ values["project"]
     bias, scale = values["bias"], values["scale"]
     pre = sigmoid(z[..., :N] * scale[0] + bias[:N]) + 1e-3
     post = 2 * sigmoid(z[..., N : 2 * N] * scale[1] + bias[N : 2 * N])
     comb = comb_of((z[..., 2 * N :] * scale[2] + bias[2 * N :]).reshape(B, T, N, N))
-    h = np.einsum("btn,btnd->btd", pre, x)
-    mixed = np.einsum("btij,btid->btjd", comb, x)
+    h = jnp.einsum("btn,btnd->btd", pre, x)
+    mixed = jnp.einsum("btij,btid->btjd", comb, x)
     return post[..., None] * change(h)[:, :, None] + mixed, h
 
 
@@ -73,6 +80,102 @@ def test_new_streams(streams: np.ndarray) -> None:
     x = jnp.asarray(streams.reshape(B, T, -1), jnp.float32)
     h, z = module.read(x)
     found = module.write(x, branch(h), z)
-    wanted, wanted_h = reference(values, streams, branch)
+    with jax.enable_x64(True):
+        wanted, wanted_h = map(np.asarray, reference(values, jnp.asarray(streams), branch))
     np.testing.assert_allclose(h, wanted_h, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found.reshape(streams.shape), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients(streams: np.ndarray) -> None:
+    """Gradients of the streams and all parameters, against autodiff of the float64 reference."""
+    values = random_values(HyperConnectionModule(CONNECTION, RULES))
+    weight = np.random.default_rng(3).normal(size=(B, T, N * D))
+
+    def of_module(values: Values, x: jax.Array) -> jax.Array:
+        module = with_arrays(HyperConnectionModule(CONNECTION, RULES), values)
+        h, z = module.read(x)
+        return (module.write(x, branch(h), z) * weight).sum()
+
+    def of_reference(values: Values, x: jax.Array) -> jax.Array:
+        new, _ = reference(values, x.reshape(B, T, N, D), branch)
+        return (new.reshape(B, T, -1) * weight).sum()
+
+    compare_gradients(of_module, of_reference, values, streams)
+
+
+def test_head(streams: np.ndarray) -> None:
+    values = random_values(StreamHeadModule(HEAD, RULES))
+    weight = np.random.default_rng(3).normal(size=(B, T, D))
+
+    def of_module(values: Values, x: jax.Array) -> jax.Array:
+        module = with_arrays(StreamHeadModule(HEAD, RULES), values)
+        return (module(x) ** 2 * weight).sum()
+
+    def of_reference(values: Values, x: jax.Array) -> jax.Array:
+        z = normed(x) @ values["project"] * values["scale"] + values["bias"]
+        h = jnp.einsum("btn,btnd->btd", sigmoid(z) + 1e-3, x.reshape(B, T, N, D))
+        return (h**2 * weight).sum()
+
+    compare_gradients(of_module, of_reference, values, streams)
+
+
+def with_arrays(module: Any, values: Values) -> Any:
+    for name, value in values.items():
+        setattr(module, name, nnx.Param(value))
+    return module
+
+
+def compare_gradients(
+    of_module: Callable[..., jax.Array],
+    of_reference: Callable[..., jax.Array],
+    values: Values,
+    streams: np.ndarray,
+) -> None:
+    x = streams.reshape(B, T, -1)
+    narrow = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), (dict(values), x))
+    value, found = jax.value_and_grad(of_module, argnums=(0, 1))(*narrow)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(jnp.asarray, (dict(values), x))
+        wanted_value, wanted = jax.value_and_grad(of_reference, argnums=(0, 1))(*wide)
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(np.abs(b).max()))
+
+
+def test_comb_is_doubly_stochastic() -> None:
+    part = replace(CONNECTION, epsilon=1e-6)
+    logits = np.random.default_rng(0).normal(size=(N, N, B, T))
+    matrix = np.asarray(sinkhorn(jnp.asarray(logits, jnp.float32), part))
+    np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-4)
+    np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-4)
+
+
+def test_initial_layer_is_close_to_one_residual_stream() -> None:
+    module = HyperConnectionModule(replace(CONNECTION, epsilon=1e-6), RULES)
+    with_values(module)
+    head = StreamHeadModule(replace(HEAD, epsilon=1e-6), RULES)
+    with_values(head)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, D)), jnp.float32)
+    h, z = module.read(spread(x, N))
+    found = module.write(spread(x, N), branch(h), z)
+    np.testing.assert_allclose(head(found), x + branch(x), rtol=0.05, atol=0.05)
+    first, second = found[..., :D], found[..., D : 2 * D]
+    assert not np.allclose(first, second, atol=1e-4)
+
+
+def test_saved_arrays() -> None:
+    """Differentiation saves the streams, the branch's output, z and one number per token."""
+    module = HyperConnectionModule(CONNECTION, RULES)
+    with_values(module)
+    x = jnp.ones((B, T, N * D), jnp.bfloat16)
+
+    def run(x: jax.Array) -> jax.Array:
+        h, z = module.read(x)
+        return module.write(x, jax.lax.stop_gradient(h), z)
+
+    _, backward = jax.vjp(run, x)
+    sizes = {leaf.shape for leaf in jax.tree.leaves(backward) if leaf.shape[-1:] == (T,)}
+    assert sizes == {(N * (N + 2), B, T), (B, T)}
+    wide = [leaf for leaf in jax.tree.leaves(backward) if leaf.ndim == 3 and leaf.shape[1] == T]
+    assert all(leaf.dtype == jnp.bfloat16 and leaf.shape[-1] in (D, N * D) for leaf in wide)

@@ -11,9 +11,9 @@ from tests.cases import Case
 from tests.pipeline.test_engine import check_gradients
 from tests.streams import StreamsConfig, registered
 
-STREAMS = StreamsConfig()
+STREAMS = StreamsConfig(num_iterations=4)
 TWO = StreamsConfig(num_streams=2, num_iterations=3)
-MOE = StreamsConfig(MoeConfig(num_experts=6, num_dense_layers=2, d_expert=12))
+MOE = StreamsConfig(MoeConfig(num_experts=6, num_dense_layers=2, d_expert=12), num_iterations=4)
 
 
 @pytest.fixture(autouse=True)
