@@ -92,14 +92,21 @@ def _logits(part: StreamMap, z: Float[Array, "J B T"], weights: _Weights) -> Flo
 
 
 def _logits_backward(
-    part: StreamMap, z: Float[Array, "J B T"], weights: _Weights, d_logits: Float[Array, "J B T"]
+    part: StreamMap,
+    z: Float[Array, "J B T"],
+    weights: _Weights,
+    d_logits: Float[Array, "_ B T"],
+    start: int = 0,
 ) -> tuple[Float[Array, "J B T"], Float[Array, " J"], Float[Array, " G"]]:
-    """Return the cotangents of z, the bias and the scales.
+    """Return the cotangents of z, the bias and the scales, given the cotangent of the logits from
+    index `start` on.
 
     The barrier makes a split backward pass save the cotangent of the logits. Otherwise, the second
     part would differentiate the Sinkhorn iterations again.
     """
-    d_logits = lax.optimization_barrier(d_logits)
+    after = part.num_coefficients - start - len(d_logits)
+    padding = ((start, after), (0, 0), (0, 0))
+    d_logits = jnp.pad(lax.optimization_barrier(d_logits), padding)
     by_coefficient = (z * d_logits).sum(axis=(1, 2))
     ends = itertools.accumulate(part.scale_counts)
     d_scale = jnp.stack([each.sum() for each in jnp.split(by_coefficient, [*ends][:-1])])
@@ -111,18 +118,18 @@ def _scales(part: StreamMap, weights: _Weights) -> Float[Array, " J"]:
     return jnp.concatenate([jnp.broadcast_to(weights.scale[i], count) for i, count in counts])
 
 
-def _pre(part: StreamMap, logits: Float[Array, "J B T"]) -> Float[Array, "n B T"]:
+def _pre(part: StreamMap, logits: Float[Array, "n B T"]) -> Float[Array, "n B T"]:
     """Return the weights of the streams in the input of a branch or of the final norm."""
-    return jax.nn.sigmoid(logits[: part.num_streams]) + part.epsilon
+    return jax.nn.sigmoid(logits) + part.epsilon
 
 
 def _post_and_comb(
-    part: HyperConnection, logits: Float[Array, "J B T"]
+    part: HyperConnection, logits: Float[Array, "_ B T"]
 ) -> tuple[Float[Array, "n B T"], Float[Array, "n n B T"]]:
     """Return the weights of the branch's output, and the matrix that mixes the streams."""
     n = part.num_streams
-    comb = logits[2 * n :].reshape(n, n, *logits.shape[1:])
-    return 2.0 * jax.nn.sigmoid(logits[n : 2 * n]), sinkhorn(comb, part)
+    comb = logits[n:].reshape(n, n, *logits.shape[1:])
+    return 2.0 * jax.nn.sigmoid(logits[:n]), sinkhorn(comb, part)
 
 
 def sinkhorn(logits: Float[Array, "n n B T"], part: HyperConnection) -> Float[Array, "n n B T"]:
@@ -175,14 +182,14 @@ def _read(
 
 def _read_forward(part: StreamMap, x: Array, weights: _Weights):
     z, inverse = _project(part, x, weights.project)
-    pre = _pre(part, _logits(part, z, weights))
+    pre = _pre(part, _logits(part, z, weights)[: part.num_streams])
     return (_sum(list(pre), _split(x, part)).astype(x.dtype), z), (x, z, inverse, weights)
 
 
 def _read_backward(part: StreamMap, saved: Any, cotangents: Any):
     x, z, inverse, weights = saved
     d_h, d_z = cotangents
-    pre, of_pre = jax.vjp(partial(_pre, part), _logits(part, z, weights))
+    pre, of_pre = jax.vjp(partial(_pre, part), _logits(part, z, weights)[: part.num_streams])
     d_h = d_h.astype(jnp.float32)
     (d_logits,) = of_pre(jnp.stack([_dot(d_h, stream) for stream in _split(x, part)]))
     more, d_bias, d_scale = _logits_backward(part, z, weights, d_logits)
@@ -213,7 +220,7 @@ def _write(
 
 
 def _write_forward(part: HyperConnection, x: Array, change: Array, z: Array, weights: _Weights):
-    post, comb = _post_and_comb(part, _logits(part, z, weights))
+    post, comb = _post_and_comb(part, _logits(part, z, weights)[part.num_streams :])
     arrays = [change.astype(jnp.float32), *_split(x, part)]
     streams = [_sum([post[j], *comb[:, j]], arrays) for j in range(part.num_streams)]
     return jnp.concatenate(streams, axis=-1).astype(x.dtype), (x, change, z, weights)
@@ -221,7 +228,8 @@ def _write_forward(part: HyperConnection, x: Array, change: Array, z: Array, wei
 
 def _write_backward(part: HyperConnection, saved: Any, d_output: Array):
     x, change, z, weights = saved
-    (post, comb), of_maps = jax.vjp(partial(_post_and_comb, part), _logits(part, z, weights))
+    logits = _logits(part, z, weights)[part.num_streams :]
+    (post, comb), of_maps = jax.vjp(partial(_post_and_comb, part), logits)
     d_streams, streams = _split(d_output, part), _split(x, part)
     wide = change.astype(jnp.float32)
     d_post = jnp.stack([_dot(wide, d_stream) for d_stream in d_streams])
@@ -229,7 +237,7 @@ def _write_backward(part: HyperConnection, saved: Any, d_output: Array):
         [jnp.stack([_dot(stream, d_stream) for d_stream in d_streams]) for stream in streams]
     )
     (d_logits,) = of_maps((d_post, d_comb))
-    d_z, d_bias, d_scale = _logits_backward(part, z, weights, d_logits)
+    d_z, d_bias, d_scale = _logits_backward(part, z, weights, d_logits, part.num_streams)
     d_change = _sum(list(post), d_streams).astype(change.dtype)
     d_x = jnp.concatenate([_sum(list(row), d_streams) for row in comb], axis=-1).astype(x.dtype)
     d_project = jnp.zeros_like(weights.project)

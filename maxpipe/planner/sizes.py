@@ -553,7 +553,8 @@ class ActivationSizes:
             for branch in kind.branches:
                 for name, part in branch.parts.items():
                     if name in trained:
-                        normed = part is branch.part and branch.post_norm is not None
+                        is_read = bool(branch.post_norm or branch.connection)
+                        normed = part is branch.part and is_read
                         held = part.deferred(recomputed=recomputed, normed=normed)
                         total += self.declared_bytes(part, held)
                 if recomputed and branch.name not in trained and trained & {*branch.parts}:
@@ -564,6 +565,8 @@ class ActivationSizes:
                 total += self.declared_bytes(last.part, last.part.deferred_if_unread(saved))
             if recomputed and trained:
                 total += (size * kind.num_streams + kind.num_masks) * self.hidden
+                streams = self.model.ends.num_streams
+                total += size * streams * self.hidden * (streams > 1)  # the layer's input
             if kind.adapters:  # some adapters save these gradients themselves
                 trainable = (param.dims for param in kind.params.values() if param.trainable)
                 total += size * sum(self.mesh.elements(dims, whole=True) for dims in trainable)
@@ -585,7 +588,7 @@ def _reads_last_output(layer_type: LayerType) -> bool:
     or a scale is applied to it.
     """
     last = layer_type.branches[-1]
-    return bool(last.post_norm or last.sum_norm or layer_type.output_scale)
+    return bool(last.post_norm or last.sum_norm or last.connection or layer_type.output_scale)
 
 
 def _unread_products(layer_type: LayerType) -> set[tuple[str, str]]:

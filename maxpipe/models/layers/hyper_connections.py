@@ -103,10 +103,21 @@ class StreamMap(Part):
         return Held(compute_dtype=((1.0, self._streams),), float32=self._projected)
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
-        """Return the cotangent of the projection, and the streams unless the layer keeps them."""
+        """Return z and the cotangent of the logits. If `recomputed` is not set, also return the
+        streams and the inverse root mean square.
+
+        The parameters that compute the logits are also included.
+        """
         del normed
-        streams = () if recomputed else ((1.0, self._streams),)
-        return Held(compute_dtype=streams, float32=self._projected)
+        z = ((self.num_coefficients, "norm"),)
+        scales = ((len(self.scale_counts), "norm"),)
+        if recomputed:
+            return Held(float32=((2.0, z),), token_independent=(z, scales))
+        return Held(
+            compute_dtype=((1.0, self._streams),),
+            float32=((2.0, z), (1.0, ())),
+            token_independent=(scales,),
+        )
 
     @property
     def _projected(self) -> tuple[tuple[float, Dims], ...]:
