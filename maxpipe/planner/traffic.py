@@ -421,11 +421,12 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
     if sizes.layers.prologue:
         part = 1 / mesh.stages
         own = CommVolume(stage, mesh.ring_share(stage) * rows, part)
+        width = sizes.model.stream_width / sizes.config.model.d_model
         once = [
             ids._replace(num_collectives=part),
             travelled._replace(num_collectives=part) * part,
             own,
-            summed,
+            summed * width,
         ]
     return once * (2 if sizes.trained.embedding_elements() else 1)
 

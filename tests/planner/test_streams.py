@@ -2,30 +2,88 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cache
 from typing import Any
 
+import jax
 import pytest
 
 from maxpipe.models.registry import describe
 from maxpipe.nn import decoder as decoder_module
 from maxpipe.planner import sizes as sizes_module
+from maxpipe.planner.compile import build_steps, profile_step
+from maxpipe.planner.traffic import count_collectives
 from tests.planner.test_memory import check_saved_bytes
+from tests.planner.test_traffic import check_bytes
+from tests.planner.test_traffic import config_of as traffic_config
 from tests.streams import with_streams
+
+
+def patch_models(monkeypatch: pytest.MonkeyPatch, num_streams: int = 4) -> None:
+    """Add hyper-connections to all models, unless `num_streams` is 1."""
+
+    def described(config: Any) -> Any:
+        model = describe(config)
+        return _with_streams(model, num_streams) if num_streams > 1 else model
+
+    for module in (decoder_module, sizes_module):
+        monkeypatch.setattr(module, "describe", described)
+
+
+_with_streams = cache(with_streams)
 
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    models: dict[Any, Any] = {}
-
-    def described(config: Any) -> Any:
-        model = describe(config)
-        return models.setdefault(model, with_streams(model))
-
-    for module in (decoder_module, sizes_module):
-        monkeypatch.setattr(module, "describe", described)
+    patch_models(monkeypatch)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
 @pytest.mark.parametrize("changes", [{}, {"compute_dtype": "float32"}])
 def test_layers_save_declared_activations(changes: dict[str, Any], remat: str) -> None:
     check_saved_bytes(changes, remat, 7)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ({"ici_stage": 2, "ici_fsdp": 2}, {"remat": "names"}),
+        ({"ici_stage": 4}, {"prologue_layers": 2, "schedule": "1f1b"}),
+    ],
+    ids=str,
+)
+def test_predicted_traffic_matches_compiled_program(
+    mesh: dict[str, int], pipeline: dict[str, Any]
+) -> None:
+    counts, run = check_bytes(traffic_config({"num_layers": 6}, mesh, pipeline))
+    assert counts == count_collectives(*run)
+
+
+def collectives(schedule: str, num_streams: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the bytes and the number of collectives of each kind in a step on four stages."""
+    patch_models(monkeypatch, num_streams)
+    pipeline = {"schedule": schedule, "microbatches": 4}
+    config = traffic_config({"num_layers": 4}, {"ici_stage": 4}, pipeline)
+    steps = build_steps(config, jax.devices()[:4])
+    text = steps.compile_train().as_text()
+    profile, _ = profile_step(text, steps, config.pipeline.weight_gather)
+    num_bytes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for each in profile.collectives:
+        num_bytes[each.kind] += round(each.total_bytes)
+        counts[each.kind] += round(each.count)
+    return num_bytes, counts
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_messages_are_as_large_as_all_streams(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages contain four streams instead of one, and no other collective is added."""
+    one, one_counts = collectives(schedule, 1, monkeypatch)
+    four, four_counts = collectives(schedule, 4, monkeypatch)
+    assert four["collective-permute"] == 4 * one["collective-permute"] > 0
+    assert {*four_counts} == {*one_counts}
+    permutes = four_counts["collective-permute"], one_counts["collective-permute"]
+    assert permutes[0] == permutes[1]

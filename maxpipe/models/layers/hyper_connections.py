@@ -196,6 +196,11 @@ class HyperConnection(StreamMap):
         return Held(compute_dtype=((4.0, self._streams), (2.0, self._width)))
 
     @property
+    def backward_peak(self) -> Held:
+        """Return the cotangents of the new streams and of the streams."""
+        return Held(compute_dtype=((2.0, self._streams),))
+
+    @property
     def residuals(self) -> Held:
         """Return the streams, the branch's output, z and the inverse root mean square."""
         return super().residuals + Held(compute_dtype=((1.0, self._width),))
