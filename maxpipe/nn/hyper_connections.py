@@ -48,22 +48,22 @@ class _Module(SpecModule):
         weights = (self.project[...], self.bias[...], self.scale[...])
         return _Weights(*(weight.astype(jnp.float32) for weight in weights))
 
+    def read(
+        self, x: Float[Array, "B T nD"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "J B T"]]:
+        """Return the weighted sum of the streams, and the projection z."""
+        return _read(self.part, x, self._weights())
+
 
 class HyperConnectionModule(_Module):
     """Maps between the residual streams and the input and output of a branch."""
 
     part: HyperConnection
 
-    def read(
-        self, x: Float[Array, "B T nD"]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "J B T"]]:
-        """Return the input of the branch, and the projection of the streams for `write`."""
-        return _read(self.part, x, self._weights())
-
     def write(
         self, x: Float[Array, "B T nD"], change: Float[Array, "B T D"], z: Float[Array, "J B T"]
     ) -> Float[Array, "B T nD"]:
-        """Return the new streams, given the output of the branch."""
+        """Return the new streams, given the output of the branch and z."""
         return _write(self.part, x, change, z, self._weights())
 
 
@@ -74,7 +74,8 @@ class StreamHeadModule(_Module):
 
     def __call__(self, x: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
         """Return the weighted sum."""
-        return _read(self.part, x, self._weights())[0]
+        h, _ = self.read(x)
+        return h
 
 
 def spread(x: Float[Array, "*dims D"], num_streams: int) -> Float[Array, "*dims nD"]:

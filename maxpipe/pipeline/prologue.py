@@ -166,7 +166,8 @@ class Embedding(NamedTuple):
     def _embedding_cotangent(self, x: jax.Array) -> jax.Array:
         """Return the cotangent of the embeddings, given that of the first layer's input."""
         x = x[..., : x.shape[-1] - self.num_carried] if self.num_carried else x
-        return sum(jnp.split(x, self.num_streams, axis=-1)) if self.num_streams > 1 else x
+        first, *others = jnp.split(x, self.num_streams, axis=-1)
+        return sum(others, start=first)
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
         """Return this device's columns for all shards' tokens, given all columns for this device's

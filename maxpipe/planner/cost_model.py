@@ -271,7 +271,8 @@ class LayerCost:
     @cached_property
     def _skipped_recompute_seconds(self) -> float:
         last, sizes = self._kind.branches[-1], self.model.sizes
-        if last.post_norm is not None or not isinstance(last.part, MLP):
+        is_read = last.post_norm is not None or last.connection is not None
+        if is_read or not isinstance(last.part, MLP):
             return 0.0
         down = sizes.mesh.elements(last.part.params["down"].dims, whole=True)
         flops = 2.0 * sizes.batch.tokens * down

@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import pytest
 
+from maxpipe.models.count import forward_flops_per_token, num_params
 from maxpipe.models.registry import describe
 from maxpipe.nn import decoder as decoder_module
 from maxpipe.planner import sizes as sizes_module
 from maxpipe.planner.compile import build_steps, profile_step
+from maxpipe.planner.memory import predict_memory
+from maxpipe.planner.sizes import Sizes, build_schedule
 from maxpipe.planner.traffic import count_collectives
-from tests.planner.test_memory import check_saved_bytes
+from tests.planner.test_memory import check_saved_bytes, config_of, steps_of
 from tests.planner.test_traffic import check_bytes
 from tests.planner.test_traffic import config_of as traffic_config
 from tests.streams import with_streams
@@ -87,3 +90,32 @@ def test_messages_are_as_large_as_all_streams(
     assert {*four_counts} == {*one_counts}
     permutes = four_counts["collective-permute"], one_counts["collective-permute"]
     assert permutes[0] == permutes[1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ({"ici_fsdp": 2}, {"microbatches": 2, "remat": "none"}),
+        ({"ici_stage": 2}, {"microbatches": 4, "schedule": "zb_h1", "remat": "names"}),
+    ],
+    ids=str,
+)
+def test_cpu_memory_is_close_to_compiler(mesh: dict[str, int], pipeline: dict[str, Any]) -> None:
+    model = {"compute_dtype": "float32", "attention": "xla"}
+    sizes = {"num_layers": 4, "d_model": 128, "d_mlp": 256}
+    config = config_of(model | sizes, mesh, pipeline, tokens=256)
+    compiled = steps_of(config).compile_train().memory_analysis()
+    predicted = predict_memory(Sizes(config), build_schedule(config), platform="cpu")
+    assert predicted.arguments == pytest.approx(compiled.argument_size_in_bytes, rel=0.01)
+    assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
+
+
+def test_parameters_and_flops() -> None:
+    config = config_of({"num_layers": 3, "d_model": 20}, {}, {"microbatches": 1})
+    plain, model = describe(config.model), with_streams(describe(config.model))
+    coefficients, branches = 4 * (4 + 2), 6
+    maps = branches * (80 * coefficients + coefficients + 3) + 80 * 4 + 4 + 1
+    assert num_params(model) - num_params(plain) == maps
+    products = branches * (80 * coefficients + 20 * coefficients)
+    added = forward_flops_per_token(model, 7) - forward_flops_per_token(plain, 7)
+    assert added == 2 * products

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maxpipe.models.spec import (
     NOTHING,
@@ -64,12 +64,14 @@ class StreamMap(Part):
 
         Weight decay applies to the projection only.
         """
-        own, outputs = {"own_dtype": "float32"}, (self.num_coefficients, "norm")
+        outputs = (self.num_coefficients, "norm")
         width, scales = self.num_streams * self.d_model, ((len(self.scale_counts), "norm"),)
-        project = Param(((width, self._logical), outputs), Normal(width), linear=1, **own)
-        bias = Param((outputs,), Entries(self.initial_bias), decays=False, **own)
-        scale = Param(scales, Constant(_SCALE), decays=False, **own)
-        return {"project": project, "bias": bias, "scale": scale}
+        params = {
+            "project": Param(((width, self._logical), outputs), Normal(width), linear=1),
+            "bias": Param((outputs,), Entries(self.initial_bias), decays=False),
+            "scale": Param(scales, Constant(_SCALE), decays=False),
+        }
+        return {name: replace(param, own_dtype="float32") for name, param in params.items()}
 
     @property
     def _logical(self) -> str:
