@@ -15,6 +15,7 @@ from jaxtyping import Float, Key
 
 from maxpipe.models.layers import (
     attention,
+    compressed_attention,
     experts,
     gated_delta,
     hyper_connections,
@@ -27,6 +28,7 @@ from maxpipe.models.layers import (
 from maxpipe.models.registry import PLUGIN_MODULES
 from maxpipe.models.spec import Branch, LayerType, Part
 from maxpipe.nn.attention_layer import Attention
+from maxpipe.nn.compressed_attention import CompressedAttention
 from maxpipe.nn.experts import Experts
 from maxpipe.nn.gated_delta import GatedDelta
 from maxpipe.nn.hyper_connections import HyperConnectionModule, StreamHeadModule
@@ -55,6 +57,7 @@ _NORMS: Mapping[type, Any] = {
 }
 _MODULES: Mapping[type, Any] = {
     attention.Attention: Attention,
+    compressed_attention.CompressedAttention: CompressedAttention,
     latent_attention.LatentAttention: LatentAttention,
     gated_delta.GatedDelta: GatedDelta,
     kda.KimiDelta: KimiDelta,

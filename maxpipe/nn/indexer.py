@@ -7,9 +7,10 @@ Kernels can replace `select_keys` and `indexer_loss` individually.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,9 @@ from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
+
+Block = tuple[int, int, int]
+"""Start and stop of a block of query tokens, and the number of keys that they can attend to."""
 
 
 class IndexArrays(NamedTuple):
@@ -46,15 +50,26 @@ def select_keys(
     tokens, num_keys = index.query.shape[1], index.key.shape[1]
     if num_keys <= top_k:
         return None
-    index = IndexArrays(*map(lax.stop_gradient, index))
+    blocks = list(_blocks(mask, tokens, num_keys))
+    return select_in_blocks(index, blocks, _seen(mask, blocks), top_k, rules)
+
+
+def select_in_blocks(
+    index: IndexArrays,
+    blocks: Sequence[Block],
+    seen: Sequence[Bool[Array, "B _ _"]],
+    top_k: int,
+    rules: AxisRules,
+) -> Bool[Array, "B T S"]:
+    """Return the selected keys of all query tokens. `seen` are the visible keys of each block."""
+    index, num_keys = IndexArrays(*map(lax.stop_gradient, index)), index.key.shape[1]
     selected = []
-    for start, stop, keys in _blocks(mask, tokens, num_keys):
-        seen = mask.seen(start, stop, keys, causal=mask.causal)[:, 0]
+    for (start, stop, keys), visible in zip(blocks, seen, strict=True):
         if keys > top_k:
             block = _block_of(index, start, stop, keys)
             scores = index_scores(block, index_products(block), rules)
-            seen &= largest_entries(jnp.where(seen, scores, -jnp.inf), top_k)
-        selected.append(jnp.pad(seen, ((0, 0), (0, 0), (0, num_keys - keys))))
+            visible &= largest_entries(jnp.where(visible, scores, -jnp.inf), top_k)
+        selected.append(jnp.pad(visible, ((0, 0), (0, 0), (0, num_keys - keys))))
     return jnp.concatenate(selected, axis=1)
 
 
@@ -80,13 +95,24 @@ def indexer_loss(
     It covers the keys that `mask` includes. Only `index` has a gradient.
     """
     blocks = tuple(_blocks(mask, query.shape[1], key.shape[1]))
-    seen = tuple(
-        mask.seen(start, stop, keys, causal=mask.causal)[:, 0] for start, stop, keys in blocks
-    )
-    attention = lax.stop_gradient(query), lax.stop_gradient(key)
+    seen = _seen(mask, blocks)
     scale = query.shape[-1] ** -0.5 if mask.scale is None else mask.scale
+    options = DivergenceOptions(blocks, _KeyTarget(scale, rules), rules)
+    return divergence(index, (query, key), seen, loss_mask, options)
+
+
+def divergence(
+    index: IndexArrays,
+    attention: Any,
+    seen: Sequence[Bool[Array, "B _ _"]],
+    loss_mask: Float[Array, "B T"],
+    options: DivergenceOptions,
+) -> Float[Array, ""]:
+    """Return the divergence of the softmax of index scores from a target distribution, summed over
+    targets. `attention` are the arrays from which the target is computed. They have no gradient.
+    """
     counts = loss_mask.astype(jnp.float32)
-    return _loss(index, attention, seen, counts, _Options(blocks, scale, rules))
+    return _loss(index, lax.stop_gradient(attention), tuple(seen), counts, options)
 
 
 @jax.custom_vjp
@@ -106,8 +132,15 @@ tie_cotangents.defvjp(
 )
 
 
-def _blocks(mask: Mask, tokens: int, num_keys: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, number of keys) of each block of query tokens."""
+def _seen(mask: Mask, blocks: Sequence[Block]) -> tuple[Bool[Array, "B _ _"], ...]:
+    """Return the visible keys of each block of query tokens."""
+    return tuple(
+        mask.seen(start, stop, keys, causal=mask.causal)[:, 0] for start, stop, keys in blocks
+    )
+
+
+def _blocks(mask: Mask, tokens: int, num_keys: int) -> Iterator[Block]:
+    """Yield the blocks of query tokens."""
     by_place = mask.causal and mask.is_self_ordered
     for start, stop in query_blocks(tokens) if by_place else [(0, tokens)]:
         yield start, stop, stop if by_place else num_keys
@@ -154,43 +187,72 @@ def _score_gradients(
     return IndexArrays(d_query, d_key, _scaled(d_weights, index))
 
 
-class _Options(NamedTuple):
-    blocks: tuple[tuple[int, int, int], ...]
-    """Start, stop and number of keys of each block of query tokens."""
+class Target(Protocol):
+    """Function that computes the target distribution of a block. Instances are compared by value,
+    as static arguments.
+    """
+
+    def __call__(
+        self, attention: Any, seen: Bool[Array, "B t s"], block: Block
+    ) -> Float[Array, "B t s"]:
+        """Return the distribution over the visible keys of each query token."""
+        ...
+
+
+class DivergenceOptions(NamedTuple):
+    """Static arguments of the loss."""
+
+    blocks: tuple[Block, ...]
+    """Blocks of query tokens."""
+    target: Target
+    """Function that computes the target distribution."""
+    rules: AxisRules
+
+
+@dataclass(frozen=True)
+class _KeyTarget:
+    """Mean over heads of the attention probabilities of all visible keys."""
+
     scale: float
     """Factor by which the attention scores are multiplied."""
     rules: AxisRules
+
+    def __call__(
+        self, attention: Any, seen: Bool[Array, "B t s"], block: Block
+    ) -> Float[Array, "B t s"]:
+        """Return the target of a block; `attention` are queries and keys."""
+        (query, key), (start, stop, keys) = attention, block
+        query, key = query[:, start:stop], key[:, :keys]
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
+        shares = jax.nn.softmax(jnp.where(seen[:, None], scores * self.scale, _LOWEST))
+        return constrain(shares.mean(1), (None,) * 3, self.rules)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss(
     index: IndexArrays,
-    attention: tuple[Array, Array],
+    attention: Any,
     seen: tuple[Bool[Array, "B _ _"], ...],
     counts: Float[Array, "B T"],
-    options: _Options,
+    options: DivergenceOptions,
 ) -> Float[Array, ""]:
-    """Return the loss. `attention` are the queries and keys of attention, and `counts` are the
-    weights of the query tokens.
-    """
+    """Return the loss. `counts` are the weights of the query tokens."""
     return _loss_forward(index, attention, seen, counts, options)[0]
 
 
 def _loss_forward(
     index: IndexArrays,
-    attention: tuple[Array, Array],
+    attention: Any,
     seen: tuple[Bool[Array, "B _ _"], ...],
     counts: Float[Array, "B T"],
-    options: _Options,
+    options: DivergenceOptions,
 ) -> tuple[Float[Array, ""], IndexArrays]:
     """Return the loss and its gradients, so that no array of token pairs is saved."""
-    (query, key), losses, gradients = attention, [], []
+    losses, gradients = [], []
     for (start, stop, keys), visible in zip(options.blocks, seen, strict=True):
         block = _block_of(index, start, stop, keys)
         products = index_products(block)
-        target = _mean_probabilities(
-            query[:, start:stop], key[:, :keys], visible, options.scale, options.rules
-        )
+        target = options.target(attention, visible, (start, stop, keys))
         scores = index_scores(block, products, options.rules)
         loss, slopes = _divergence(scores, target, visible, counts[:, start:stop])
         losses.append(loss)
@@ -206,7 +268,7 @@ def _loss_forward(
 
 
 def _loss_backward(
-    options: _Options, gradients: IndexArrays, d_loss: Float[Array, ""]
+    options: DivergenceOptions, gradients: IndexArrays, d_loss: Float[Array, ""]
 ) -> tuple[IndexArrays, None, None, None]:
     del options
     return (
@@ -218,19 +280,6 @@ def _loss_backward(
 
 
 _loss.defvjp(_loss_forward, _loss_backward)
-
-
-def _mean_probabilities(
-    query: Float[Array, "B t N H"],
-    key: Float[Array, "B s N H"],
-    seen: Bool[Array, "B t s"],
-    scale: float,
-    rules: AxisRules,
-) -> Float[Array, "B t s"]:
-    """Return the mean over heads of the attention probabilities."""
-    scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
-    shares = jax.nn.softmax(jnp.where(seen[:, None], scores * scale, _LOWEST))
-    return constrain(shares.mean(1), (None,) * 3, rules)
 
 
 def _divergence(

@@ -29,9 +29,9 @@ estimates assume `xla` in this case."""
 CANNOT: Mapping[str, frozenset[str]] = {
     AUTO: frozenset(),
     "xla": frozenset(),
-    "blockwise": frozenset({"index_topk"}),
-    "cudnn": frozenset({"soft_cap", "sinks", "value_size", "index_topk"}),
-    "splash": frozenset({"index_topk"}),
+    "blockwise": frozenset({"index_topk", "compressed_entries"}),
+    "cudnn": frozenset({"soft_cap", "sinks", "value_size", "index_topk", "compressed_entries"}),
+    "splash": frozenset({"index_topk", "compressed_entries"}),
 }
 """Unsupported attention options, keyed by backend (`model.attention`)."""
 

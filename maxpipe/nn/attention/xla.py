@@ -79,7 +79,7 @@ def _attend_unfused(
     if mask.sinks is None:
         shares = jax.nn.softmax(scores, axis=-1)
     else:
-        shares = _softmax_with_sinks(scores, mask.sinks.reshape(*scores.shape[1:3], 1, 1))
+        shares = softmax_with_sinks(scores, mask.sinks.reshape(*scores.shape[1:3], 1, 1))
     shares = shares.astype(value.dtype).reshape(rows, groups, -1, num_keys)
     mixed = jnp.einsum("bgxs,bgsh->bgxh", shares, value)
     mixed = mixed.reshape(rows, groups, -1, tokens, value.shape[-1]).transpose(0, 3, 1, 2, 4)
@@ -104,9 +104,9 @@ def _soft_cap_forward(
     return cap * bent, ((1.0 - bent) * (1.0 + bent)) * moved[0]
 
 
-def _softmax_with_sinks(
-    scores: Float[Array, "B G n t s"], sinks: Float[Array, "G n 1 1"]
-) -> Float[Array, "B G n t s"]:
+def softmax_with_sinks(
+    scores: Float[Array, "*dims s"], sinks: Float[Array, "*heads 1 1"]
+) -> Float[Array, "*dims s"]:
     """Return the softmax over scores and sinks, excluding the probabilities of the sinks.
 
     Appending the sinks to the scores would copy all scores.
