@@ -12,7 +12,7 @@ from maxpipe.models import family, huggingface, moe_base, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Only, Twice
-from maxpipe.models.layers.experts import Experts, Groups
+from maxpipe.models.layers.experts import Experts, Groups, RouterScores
 from maxpipe.models.layers.mlp import MLP
 from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.rope_config import RopeConfig
@@ -23,10 +23,9 @@ from maxpipe.models.spec import Model, Part
 class RouterConfig(MixtureConfig):
     """Config keys of routers with expert groups."""
 
-    score_func: Literal["softmax", "sigmoid"] = field(
-        default="softmax", metadata=renamed_from("scores")
-    )
-    """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores."""
+    score_func: RouterScores = field(default="softmax", metadata=renamed_from("scores"))
+    """Activation of the router logits: `softmax` probabilities, or independent scores, which are
+    `sigmoid` or `sqrtsoftplus`, the square root of softplus."""
     routed_scaling_factor: float = field(default=1.0, metadata=renamed_from("weight_scale"))
     """Factor that multiplies the routing weights of each token's experts."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))

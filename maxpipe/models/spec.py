@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
+from maxpipe.models.initialization import Constant, Entries, Made, Normal, TokenHash
 from maxpipe.models.layer_reports import Follows, Summary
 
 Dims = tuple[tuple[int, str], ...]
@@ -25,37 +26,12 @@ Number = float | str
 """A number, or the name of a per-layer value (`Model.values`)."""
 
 
-class Normal(NamedTuple):
-    """Normal distribution with mean 0 and variance `gain**2 / fan_in`."""
-
-    fan_in: int
-    gain: float = 1.0
-
-
-class Constant(NamedTuple):
-    """Initialization that sets all entries to one constant."""
-
-    value: float
-
-
-class Made(NamedTuple):
-    """Initialization derived from other parameters of the layer (`maxpipe.models.adapters`)."""
-
-    of: tuple[str, str]
-
-
-class Entries(NamedTuple):
-    """Initialization that sets each entry, in row-major order, to a separate value."""
-
-    values: tuple[float, ...]
-
-
 @dataclass(frozen=True)
 class Param:
     """A parameter: its shape, its logical axes and its initialization."""
 
     dims: Dims
-    init: Normal | Constant | Entries | Made
+    init: Normal | Constant | Entries | Made | TokenHash
     decays: bool = True
     """Whether weight decay applies to the parameter."""
     trainable: bool = True

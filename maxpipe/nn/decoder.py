@@ -38,7 +38,7 @@ _Name = TypeVar("_Name", bound=Hashable)
 
 def init_params(
     params: Mapping[_Name, Param], key: Key[Array, ""], dtype: jnp.dtype
-) -> dict[_Name, Float[Array, "*dims"]]:
+) -> dict[_Name, Array]:
     """Initialize parameters, keyed by name.
 
     The random key of each randomly initialized parameter is derived from the parameter's index
@@ -53,17 +53,23 @@ def init_params(
     }
 
 
-def _init_param(
-    param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype
-) -> Float[Array, "*dims"]:
+def _init_param(param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype) -> Array:
     if isinstance(param.init, spec.Constant):
         return jnp.full(param.shape, param.init.value, param.own_dtype or dtype)
     if isinstance(param.init, spec.Entries):
         values = jnp.asarray(param.init.values, param.own_dtype or dtype)
         return values.reshape(param.shape)
+    if isinstance(param.init, spec.TokenHash):
+        return _expert_table(param.init.num_experts, param)
     assert isinstance(param.init, spec.Normal) and key is not None
     stddev = param.init.gain * param.init.fan_in**-0.5
     return normal_approximation(key, param.shape, stddev).astype(param.own_dtype or dtype)
+
+
+def _expert_table(num_experts: int, param: Param) -> Int[Array, "V k"]:
+    """Return the experts of all token IDs (`TokenHash`)."""
+    tokens, choices = (jnp.arange(size, dtype=param.own_dtype) for size in param.shape)
+    return (tokens[:, None] + choices * (num_experts // len(choices))) % num_experts
 
 
 def normal_approximation(

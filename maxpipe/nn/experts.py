@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from maxpipe.models.layers import experts
 from maxpipe.models.layers.experts import AllToAll
@@ -27,6 +27,7 @@ from maxpipe.nn import grouped_matmul
 from maxpipe.nn.expert_backends.blocks import num_multiplied_rows
 from maxpipe.nn.mlp import apply_activation, apply_mlp
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.nn.router import Routing, compute_router_metrics, route_tokens
 from maxpipe.nn.token_permutation import (
     TokenPermutation,
     assign_capacity_slots,
@@ -49,7 +50,6 @@ from maxpipe.parallel.collectives import (
     map_batch_shards,
     mark_varying,
     reduce_scatter,
-    sum_count,
 )
 from maxpipe.parallel.lora_weight import LoraWeight, base_weights
 from maxpipe.parallel.matmul_quantizer import MatmulQuantizer
@@ -199,121 +199,12 @@ start_after.defvjp(
 )
 
 
-class Routing(NamedTuple):
-    """Selected experts and routing weights of each token."""
-
-    logits: Float[Array, "B T E"]
-    """Float32 router logits."""
-    probabilities: Float[Array, "B T E"]
-    """Normalized float32 scores of all experts, which sum to 1."""
-    expert_ids: Int[Array, "B T k"]
-    """Selected experts of each token, best first. Ties are resolved in favor of the lower expert
-    index."""
-    expert_mask: Float[Array, "B T E"]
-    """Selection mask: 1 for selected experts and 0 for all others."""
-    weights: Float[Array, "B T E"]
-    """Routing weights, which multiply the outputs of selected experts; 0 for unselected experts."""
-
-
-def route_tokens(
-    x: Float[Array, "B T D"],
-    router: Float[Array, "D E"],
-    part: experts.Experts,
-    bias: Float[Array, " E"] | None = None,
-    logit_bias: Float[Array, " E"] | None = None,
-    expert_scale: Float[Array, " E"] | None = None,
-) -> Routing:
-    """Select the experts of each token and compute their routing weights.
-
-    `bias` affects only the selection (arXiv:2408.15664), and `expert_scale` only the weights.
-    `logit_bias` affects both.
-    """
-    router = router.astype(x.dtype)
-    logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
-    if logit_bias is not None:
-        logits += logit_bias.astype(jnp.float32)
-    shares = jax.nn.softmax(logits) if part.scores == "softmax" else jax.nn.sigmoid(logits)
-    # Large logits have equal sigmoids, which would not rank the experts.
-    plain = part.scores == "sigmoid" and bias is None and part.groups is None
-    ranks = lax.stop_gradient(logits if plain else shares)
-    if bias is not None:
-        ranks += lax.stop_gradient(bias.astype(jnp.float32))
-    if part.groups is not None:
-        ranks = jnp.where(_in_best_groups(ranks, part.groups), ranks, -jnp.inf)
-    _, places = lax.top_k(ranks, part.per_token)
-    chosen = jax.nn.one_hot(places, part.num_experts, dtype=jnp.float32).sum(-2)
-    weights = shares * chosen
-    if part.normalised:
-        weights /= weights.sum(-1, keepdims=True)
-    if part.weight_scale != 1.0:
-        weights *= part.weight_scale
-    if expert_scale is not None:
-        weights *= expert_scale.astype(jnp.float32)
-    likely = shares if part.scores == "softmax" else shares / shares.sum(-1, keepdims=True)
-    return Routing(logits, likely, places, chosen, weights)
-
-
-def _in_best_groups(ranks: Float[Array, "B T E"], groups: experts.Groups) -> Bool[Array, "B T E"]:
-    """Return whether each expert belongs to one of the groups selected for the token."""
-    within = ranks.reshape(*ranks.shape[:-1], groups.num_groups, -1)
-    best, _ = lax.top_k(within, 1 if groups.by == "max" else 2)
-    _, places = lax.top_k(best.sum(-1), groups.per_token)
-    chosen = jax.nn.one_hot(places, groups.num_groups, dtype=jnp.bool_).any(-2)
-    return jnp.repeat(chosen, within.shape[-1], axis=-1)
-
-
-def compute_router_metrics(
-    routes: Routing,
-    lost: Float[Array, "B T"] | None,
-    mask: Float[Array, "B T"],
-    over: experts.BalanceOver = "sequence",
-) -> tuple[Mapping[str, Float[Array, ""]], Mapping[str, Float[Array, " E"]]]:
-    """Return losses and statistics over the target tokens.
-
-    `lost` is the fraction of each token's experts that dropped the token.
-    """
-    counts = mask.astype(jnp.float32)
-    balance, load = _balance(routes, counts[..., None], over)
-    likely = lax.stop_gradient(routes.probabilities)
-    entropy = -(likely * jnp.log(jnp.maximum(likely, 1e-30))).sum(-1)
-    z = jnp.square(jax.nn.logsumexp(routes.logits, axis=-1))
-    losses = {"balance": balance, "router_z": (z * counts).sum()}
-    losses["entropy"] = (entropy * counts).sum()
-    if lost is not None:
-        losses["dropped"] = (lost.astype(jnp.float32) * counts).sum()
-    return losses, {"load": load}
-
-
-def _balance(
-    routes: Routing, counts: Float[Array, "B T 1"], over: experts.BalanceOver
-) -> tuple[Float[Array, ""], Float[Array, " E"]]:
-    """Compute the load-balance loss and the number of tokens that each expert receives.
-
-    The loss per token is `E / k * sum(f * p)`, where f is the fraction of tokens that an expert
-    receives and p is the expert's mean probability (arXiv:2101.03961). Gradients flow through p.
-    The fraction f is computed per sequence, over the sequences of this call, or over the sequences
-    of all devices (arXiv:2501.11873).
-    """
-    used, likely = (
-        (counts * weight).sum(1) for weight in (routes.expert_mask, routes.probabilities)
-    )
-    load = used.sum(0)
-    if over == "devices":
-        used = sum_count(load)
-    else:
-        # If a sequence is sharded over devices, each device adds the contribution of its tokens to
-        # p.
-        used = sum_count(used if over == "sequence" else load, (CONTEXT,))
-    # `used` sums to the number of tokens times k, so dividing by its mean gives E / k * f.
-    relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)
-    return (relative * likely).sum(), load
-
-
 class Experts(SpecModule):
     """Weighted sum of the outputs of each token's experts (arXiv:2401.04088)."""
 
     router: nnx.Param
     router_bias: nnx.Param
+    token_experts: nnx.Param
     gate: nnx.Param
     up: nnx.Param
     down: nnx.Param
@@ -349,7 +240,8 @@ class Experts(SpecModule):
             x = rms_norm(x, self.input_norm[...], part.input_norm)
         if part.expert_scaled:
             scale = self.expert_scale[...]
-        routes = route_tokens(routed, self.router[...], part, bias, logit_bias, scale)
+        ids = self.token_experts[...][context.inputs["tokens"]] if part.is_hashed else None
+        routes = route_tokens(routed, self.router[...], part, bias, logit_bias, scale, ids)
         out, lost = self._apply_experts(x, routes, context)
         out = split.reduce_scatter_tokens(out)
         if self.part.shared is not None:

@@ -70,7 +70,8 @@ def _compute_activation(
     if isinstance(function, mlp.ClampedSilu):
         gate = jnp.minimum(gate, function.limit)
         up = jnp.clip(up, -function.limit, function.limit)
-        hidden = gate * jax.nn.sigmoid(function.slope * gate) * (up + 1)
+        up = up + function.offset if function.offset else up
+        hidden = gate * jax.nn.sigmoid(function.slope * gate) * up
     else:
         hidden = _FUNCTIONS[function](gate) * up
     return hidden if weights is None else hidden * weights[..., None]

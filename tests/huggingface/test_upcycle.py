@@ -23,7 +23,7 @@ from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface import import_, upcycle
 from maxpipe.huggingface.folder import open_folder
 from maxpipe.models.registry import describe
-from maxpipe.nn.experts import route_tokens
+from maxpipe.nn.router import route_tokens
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.step.build import steps_from_config
 from tests.conftest import environment_of_command

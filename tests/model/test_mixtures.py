@@ -30,7 +30,8 @@ from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Products
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.experts import Experts, route_tokens
+from maxpipe.nn.experts import Experts
+from maxpipe.nn.router import route_tokens
 from tests.cases import keeping
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 

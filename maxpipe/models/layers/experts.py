@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from maxpipe.models.initialization import TokenHash
 from maxpipe.models.layer_reports import Follows, Summary
 from maxpipe.models.layers.mlp import MLP, Activation, RMSNorm, input_projections
 from maxpipe.models.spec import (
@@ -29,6 +30,10 @@ ExpertBackend = Literal["auto", "loop", "ragged_dot"]
 
 AllToAll = Literal["auto", "padded"]
 """Implementation of the exchange of tokens between devices."""
+
+
+RouterScores = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+"""Activation of router logits."""
 
 
 class Groups(NamedTuple):
@@ -73,9 +78,9 @@ class Experts(Part):
     send_capacity_factor: float = 0.0
     """All-to-all capacity: number of token-expert pairs that a device sends to each device of the
     expert axis, as a multiple of the average per device. 0 disables the limit."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores
-    (arXiv:2412.19437)."""
+    scores: RouterScores = "softmax"
+    """Activation of the router logits: `softmax` probabilities, or independent scores, which are
+    `sigmoid` (arXiv:2412.19437) or `sqrtsoftplus`, the square root of softplus."""
     weight_scale: float = 1.0
     """Factor that multiplies the routing weights of the experts."""
     shared: MLP | None = None
@@ -107,6 +112,9 @@ class Experts(Part):
     """Step size of the router bias update, which balances expert loads (arXiv:2408.15664). The
     biases affect which experts are selected, but not the weights of the experts. None disables the
     biases."""
+    hash_vocabulary: int = 0
+    """Number of token IDs in a table that selects the experts of each token instead of the router
+    (arXiv:2106.04426). The table is not trained. If 0, the router selects the experts."""
     biased: bool = False
     """Whether the router and all expert projections have biases."""
     input_norm: RMSNorm | None = None
@@ -187,6 +195,12 @@ class Experts(Part):
                 (experts, mlp, within), Normal(self.d_mlp, self.out_gain), linear=1, expert_dim=0
             ),
         }
+        if self.is_hashed:
+            ids = (self.hash_vocabulary, "layer_vocab"), (self.per_token, "")
+            table = TokenHash(self.num_experts)
+            params["token_experts"] = Param(
+                ids, table, decays=False, trainable=False, own_dtype="int32"
+            )
         if self.expert_bias_update_rate is not None:
             bias = Param(
                 (routes,), Constant(0.0), decays=False, trainable=False, own_dtype="float32"
@@ -205,6 +219,11 @@ class Experts(Part):
         if self.shared_gated:
             params["shared_weight"] = Param((embed,), Normal(self.d_model))
         return params
+
+    @property
+    def is_hashed(self) -> bool:
+        """Return whether a table selects the experts of each token ID."""
+        return self.hash_vocabulary > 0
 
     @property
     def balance_updates(self) -> Mapping[str, Follows]:
@@ -312,7 +331,7 @@ class Experts(Part):
         scores = Held(
             float32=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())), one_byte=((1.0, ()),)
         )
-        if self.scores == "sigmoid" and not self.normalised:
+        if self.scores != "softmax" and not self.normalised:
             scores = Held(float32=((2.0, self._each),))
         arrays += self._weights + scores
         if self.permutes_tokens:

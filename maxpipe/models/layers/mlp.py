@@ -20,7 +20,7 @@ from maxpipe.models.spec import (
 
 
 class ClampedSilu(NamedTuple):
-    """Gate of GPT-OSS, `g * sigmoid(slope * g) * (u + 1)`.
+    """Clamped gate, `g * sigmoid(slope * g) * (u + offset)`, as in GPT-OSS and DeepSeek-V4.
 
     The gate g is clamped from above at `limit`, and u is clamped to the range from `-limit` to
     `limit`, as in the released models of arXiv:2508.10925.
@@ -28,6 +28,7 @@ class ClampedSilu(NamedTuple):
 
     slope: float
     limit: float
+    offset: float = 1.0
 
 
 class ScaledInput(NamedTuple):
