@@ -215,20 +215,46 @@ def _rope_of_layer_type(
         no_parameters = found.content.get("rope_parameters") is None
         said = {"rope_type": "default", **(row.defaults if no_parameters else {})}
     where = f"rope_parameters.{row.layers}"
-    found.unread += [
-        f"rope_parameters.{name}"
+    flat = {
+        name: value
         for name, value in parameters.items()
         if value is not None and not isinstance(value, dict)
-    ]
+    }
+    if row.reads_flat:
+        scaling = _flat_scaling(row, flat, scaling, said, nested=inner is not None)
+    else:
+        found.unread += [f"rope_parameters.{name}" for name in flat]
     if row.scalings:
         for name, value in _drop_nulls(scaling).items():
-            if inner is not None:
+            if inner is not None and not row.reads_flat:
                 found.first_stated(
                     (f"rope_scaling.{name}", value), (f"{where}.{name}", said.get(name))
                 )
             said[name] = value
         where = "rope_scaling" if scaling else where
     return said, where
+
+
+def _flat_scaling(
+    row: Rotary, flat: Theirs, scaling: Theirs, said: dict[str, Any], *, nested: bool
+) -> Theirs:
+    """Return the parameters outside the entries of layer types, for a class that reads them
+    (`Rotary.reads_flat`). Entries of layer types are complete. `rope_scaling` replaces them.
+    """
+    if nested and not scaling:
+        said.setdefault(_SHARE, 1.0)
+        return {}
+    said.clear()
+    said["rope_type"] = "default"
+    outside = _drop_nulls(scaling or flat)
+    kind = outside.pop("type", None)
+    kind = outside.pop("rope_type", kind)
+    if kind is None or not row.scalings.keys() - {"default"}:
+        return {}
+    outside.pop("rope_theta", None)
+    del said["rope_type"]
+    factor = {"attention_factor": 1.0} if kind == "yarn" else {}
+    return {**factor, **outside, "rope_type": kind}
 
 
 def _lengths(

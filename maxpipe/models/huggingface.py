@@ -196,6 +196,9 @@ class Rotary:
     """Default of `original_max_position_embeddings` in transformers. 0 means no default."""
     has_legacy_keys: bool = True
     """Whether older transformers releases, which lack `rope_parameters`, support the model."""
+    reads_flat: bool = False
+    """Whether parameters outside the entries of `layers` apply to this layer type, except the
+    base. The class then does not scale rotated dims."""
 
     @property
     def names(self) -> tuple[str, ...]:

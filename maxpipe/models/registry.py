@@ -13,6 +13,7 @@ from typing import Any
 
 from maxpipe.models import (
     deepseek,
+    deepseek_v4,
     deepseek_v32,
     gemma2,
     gemma3,
@@ -53,8 +54,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, olmo3),
         *(granite, granite4, smollm3, moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
-        *(deepseek, deepseek_v32, glm4_moe, glm_moe_dsa, minimax_m2, llama4, nemotron_h),
-        kimi_linear,
+        *(deepseek, deepseek_v32, deepseek_v4, glm4_moe, glm_moe_dsa, minimax_m2, llama4),
+        *(nemotron_h, kimi_linear),
     )
 }
 

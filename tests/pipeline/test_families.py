@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.deepseek import DeepseekConfig
+from maxpipe.models.deepseek_v4 import DeepseekV4Config
 from maxpipe.models.deepseek_v32 import DeepseekV32Config
 from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.gemma3 import Gemma3Config
@@ -103,6 +104,33 @@ SPARSE: dict[str, Any] = {
 V32 = DeepseekV32Config(**SPARSE)
 WARM_UP = replace(V32, indexer_stage="dense")
 GLM5 = GlmMoeDsaConfig(**{**SPARSE, "rope_factor": 1.0})
+V4 = DeepseekV4Config(
+    attention_pattern="WHSH",
+    sliding_window=3,
+    sparse_compress_rate=2,
+    heavy_compress_rate=3,
+    q_lora_rank=10,
+    qk_rope_head_dim=2,
+    o_groups=4,
+    o_lora_rank=6,
+    rope_factor=4.0,
+    original_max_position_embeddings=64,
+    index_topk=2,
+    num_index_heads=4,
+    index_head_dim=6,
+    indexer_loss_weight=0.7,
+    num_hash_layers=2,
+    swiglu_limit=0.8,
+    num_residual_streams=2,
+    sinkhorn_iterations=3,
+    num_experts=6,
+    d_expert=12,
+    score_func="sqrtsoftplus",
+    routed_scaling_factor=1.5,
+    expert_bias=True,
+    load_balance_loss_weight=0.3,
+)
+V4_WARM_UP = replace(V4, indexer_stage="dense")
 V2 = replace(V3, q_lora_rank=0, score_func="softmax", group_scores="max", expert_bias=False)
 MISTRAL = MistralConfig(sliding_window=3)
 QWEN2 = Qwen2Config(rope_factor=4.0, original_max_position_embeddings=64)
@@ -328,6 +356,21 @@ CASES = [
     Case(4, 1, 5, own=V32, layers=6, schedule="zb_h1", remat="none", data=2, ahead=1, form="layer"),
     Case(2, 1, 3, own=WARM_UP, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(3, 2, 4, own=GLM5, layers=8, outside=2, remat="chunk", idle="compute", dropout=0.3),
+    Case(
+        *(2, 2, 3),
+        own=V4,
+        heads=(8, 1),
+        layers=6,
+        fsdp=2,
+        tensor=2,
+        remat="names",
+        schedule="zb_v",
+        epsilon=0.01,
+    ),
+    Case(4, 1, 5, own=V4, heads=(8, 1), layers=8, schedule="zb_h1", remat="none", expert=2),
+    Case(2, 1, 3, own=V4_WARM_UP, heads=(8, 1), layers=5, schedule="zb_h1", data=2),
+    Case(3, 2, 4, own=V4, heads=(8, 1), layers=8, outside=2, remat="chunk", idle="compute"),
+    Case(2, 1, 3, own=V4, heads=(8, 1), layers=5, tensor=2, split="sequence", dropout=0.3),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),
@@ -435,6 +478,8 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": WARM_UP},
     {"own": GLM5},
     {"own": KIMI, "epsilon": 0.01},
+    {"own": V4, "heads": (8, 1), "layers": 7},
+    {"own": V4_WARM_UP, "heads": (8, 1), "layers": 7},
 )
 
 
