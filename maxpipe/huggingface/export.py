@@ -56,7 +56,7 @@ from maxpipe.huggingface.output_folder import (
 from maxpipe.huggingface.peft import CheckpointAdapters, LazyArray, write_adapters
 from maxpipe.huggingface.peft import open_lazy_array as readable_array
 from maxpipe.huggingface.quantize import BlockScales
-from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
+from maxpipe.huggingface.safetensors import DTYPES, INTEGERS, SafetensorsWriter
 from maxpipe.io.files import expand_path, read, write
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import check_type, parse_json
@@ -305,7 +305,7 @@ def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
 def _types(chosen: _ExportedCheckpoint, both: TensorMapping, dtype: str | None) -> dict[str, str]:
     """Return the safetensors dtype of each tensor, keyed by tensor name."""
     exact = {
-        piece.tensor: TYPES["float32"]
+        piece.tensor: {**TYPES, "int32": next(iter(INTEGERS))}[both.params[name].own_dtype]
         for name, pieces in both.slices.items()
         if both.params[name].own_dtype
         for piece in pieces
@@ -317,7 +317,7 @@ def _types(chosen: _ExportedCheckpoint, both: TensorMapping, dtype: str | None) 
         return stored
     try:
         origin = check_type(said, Origin)
-        if not {origin["dtype"], *origin["dtypes"].values()} <= DTYPES.keys():
+        if not {origin["dtype"], *origin["dtypes"].values()} <= DTYPES.keys() | INTEGERS.keys():
             raise ValueError("unknown dtype")
     except ValueError as error:
         raise _damaged(chosen.path, f"the import record is invalid: {error}") from error
@@ -341,7 +341,7 @@ def shard_tensors(
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():
-        tensors: _Tensors = {name: (DTYPES[types[name]], shape)}
+        tensors: _Tensors = {name: ({**DTYPES, **INTEGERS}[types[name]], shape)}
         if scales is not None and name in scales:
             tensors = scales.tensors(name, shape)
         more = _num_bytes(tensors)

@@ -35,13 +35,14 @@ from maxpipe.huggingface.mapping import (
     intersect,
     map_tensors,
 )
-from maxpipe.huggingface.safetensors import DTYPES, SafetensorsReader, quote_name
+from maxpipe.huggingface.safetensors import DTYPES, INTEGERS, SafetensorsReader, quote_name
 from maxpipe.io.direct_io import empty_array
 from maxpipe.io.files import expand_path, read
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.huggingface import HuggingFace
+from maxpipe.models.initialization import TokenHash
 from maxpipe.models.registry import describe
 
 HEAD, EMBEDDING = safetensors.HEAD, "embedding"
@@ -142,6 +143,8 @@ class HuggingFaceFolder:
 
     def stored_dtype(self, name: str) -> np.dtype:
         """Return a dtype that can represent all stored weights of a parameter."""
+        if isinstance(self.mapping.params[name].init, TokenHash):
+            return np.dtype(self.mapping.params[name].own_dtype)
         types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapping.slices[name]}
         return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
@@ -162,8 +165,47 @@ class HuggingFaceFolder:
         added row is the mean of the existing rows.
 
         Raises:
-            ConfigError: a file cannot be read, or a value is NaN or infinite.
+            ConfigError: a file cannot be read, or a value is NaN, infinite or not an expert.
         """
+        if isinstance(init := self.mapping.params[name].init, TokenHash):
+            return self._read_table(name, init, dtype, region, vocab_size)
+        return self._read_region(name, dtype, region, vocab_size)
+
+    def _read_table(
+        self,
+        name: str,
+        init: TokenHash,
+        dtype: np.dtype,
+        region: Sequence[slice],
+        vocab_size: int,
+    ) -> np.ndarray:
+        """Read rows of a table of experts. Added rows are those of a new table."""
+        *_, rows, choices = self.mapping.shapes[name]
+        tokens = range(*region[-2].indices(max(rows, vocab_size)))
+        stored = slice(min(tokens.start, rows), min(tokens.stop, rows))
+        everything = slice(0, choices)
+        values = self._read_region(name, dtype, [*region[:-2], stored, everything], 0)
+        added = np.arange(max(tokens.start, rows), max(tokens.stop, rows))
+        new = init.experts(added[:, None], np.arange(choices)).astype(dtype)
+        new = np.broadcast_to(new, (*values.shape[:-2], *new.shape))
+        in_order = np.sort(values, axis=-1)
+        valid = (values >= 0).all() and (values < init.num_experts).all()
+        if not valid or (in_order[..., 1:] == in_order[..., :-1]).any():
+            tensor = self.mapping.slices[name][0].tensor
+            raise ConfigError.one(
+                Code.HF_TENSORS,
+                f"{self._files[tensor].path}: {self._names[tensor]}",
+                None,
+                f"must contain {choices} different experts from 0 to {init.num_experts - 1} in "
+                "each row, in all layers.",
+                "Use the published weights: transformers initializes these tables with zeros.",
+            )
+        return np.concatenate([values, new], axis=-2)[..., region[-1]]
+
+    def _read_region(
+        self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int
+    ) -> np.ndarray:
+        """Read a region of any parameter."""
         sizes = list(self.mapping.shapes[name])
         axes = self.mapping.params[name].axes
         places = [
@@ -360,7 +402,13 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     surplus = [names[name] for name in names if name not in wanted]
     if missing or surplus:
         raise safetensors.tensor_mismatch_error(path, said, missing, surplus)
-    _check_entries(path, wanted, files, names)
+    tables = frozenset(
+        piece.tensor
+        for name, pieces in model.slices.items()
+        if isinstance(model.params[name].init, TokenHash)
+        for piece in pieces
+    )
+    _check_entries(path, wanted, files, names, tables)
     check_layouts(files, names, transposed)
     source = HuggingFaceFolder(
         path, said, said.config, table, model, tuple(others), lacking, files, names
@@ -453,12 +501,15 @@ def _check_entries(
     wanted: Mapping[str, tuple[int, ...]],
     files: Mapping[str, TensorReader],
     names: Mapping[str, str],
+    tables: frozenset[str],
 ) -> None:
+    """Check the dtype and shape of all tensors. `tables` are the tensors of integers."""
     for name, shape in wanted.items():
         reader, entry = files[name], files[name].entries[names[name]]
         where = f"{reader.path}: {names[name]}"
-        if entry.dtype not in DTYPES:
-            rule = f"must have dtype {' or '.join(DTYPES)}."
+        dtypes = INTEGERS if name in tables else DTYPES
+        if entry.dtype not in dtypes:
+            rule = f"must have dtype {' or '.join(dtypes)}."
             action = (
                 "Use unquantized weights, or the config.json that was published with these "
                 "weights, whose quantization_config describes them."

@@ -38,14 +38,17 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """Supported weight dtypes, keyed by their name in safetensors files."""
 
+INTEGERS: Mapping[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+"""Supported dtypes of integer parameters. Exports write the first one, as transformers does."""
+
 _STORED: Mapping[str, np.dtype] = {
     **DTYPES,
     **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), np.dtype(np.uint8)),
-    **{"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)},
+    **INTEGERS,
 }
 """Dtypes in which tensors are read. Codes of 8-bit floats are read as bytes."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in (*DTYPES.items(), *INTEGERS.items())}
 _NAMES[np.dtype(ml_dtypes.float8_e4m3fn)] = "F8_E4M3"
 _WRITTEN = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {

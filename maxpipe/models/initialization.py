@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Normal(NamedTuple):
@@ -38,3 +38,9 @@ class TokenHash(NamedTuple):
     """
 
     num_experts: int
+
+    def experts(self, token: Any, choice: Any) -> Any:
+        """Return the expert of a token ID and a choice; both can be arrays, which broadcast. The
+        number of choices is the size of the array `choice`.
+        """
+        return (token + choice * (self.num_experts // len(choice))) % self.num_experts

@@ -60,16 +60,11 @@ def _init_param(param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype) -> A
         values = jnp.asarray(param.init.values, param.own_dtype or dtype)
         return values.reshape(param.shape)
     if isinstance(param.init, spec.TokenHash):
-        return _expert_table(param.init.num_experts, param)
+        tokens, choices = (jnp.arange(size, dtype=param.own_dtype) for size in param.shape)
+        return param.init.experts(tokens[:, None], choices)
     assert isinstance(param.init, spec.Normal) and key is not None
     stddev = param.init.gain * param.init.fan_in**-0.5
     return normal_approximation(key, param.shape, stddev).astype(param.own_dtype or dtype)
-
-
-def _expert_table(num_experts: int, param: Param) -> Int[Array, "V k"]:
-    """Return the experts of all token IDs (`TokenHash`)."""
-    tokens, choices = (jnp.arange(size, dtype=param.own_dtype) for size in param.shape)
-    return (tokens[:, None] + choices * (num_experts // len(choices))) % num_experts
 
 
 def normal_approximation(

@@ -69,6 +69,10 @@ def made(job: dict[str, Any]) -> Any:
         setattr(config, f"_{name}", value)
     model = getattr(transformers, job["architecture"])(config)
     for name, tensor in model.state_dict().items():  # with buffers that are saved
+        if name.endswith("tid2eid"):  # different experts for each token ID
+            drawn = torch.rand(len(tensor), config.n_routed_experts).argsort()
+            tensor.copy_(drawn[:, : tensor.shape[1]])
+            continue
         # Scalars far below 1 would shrink the residual stream below the epsilon of the norms.
         tensor.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.2)
     return model.to(getattr(torch, job["dtype"]))

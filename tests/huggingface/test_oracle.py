@@ -463,6 +463,32 @@ def sparse_attention(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def deepseek_v4(draw: random.Random) -> dict[str, Any]:
+    """Draw a model with all types of attention and both types of routers. Several windows are
+    complete.
+    """
+    heads, size = draw.choice((4, 6)), draw.choice((8, 12))
+    rates = (draw.choice((2, 3)), draw.choice((4, 5)))
+    types = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    types += draw.choices(types, k=draw.choice((0, 2)))
+    rope = draw.choice(({"rope_type": "default"}, YARN | {"original_max_position_embeddings": 16}))
+    return {
+        **{"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": size},
+        **{"num_hidden_layers": len(types), "layer_types": types, "hidden_size": 20},
+        **{"moe_intermediate_size": draw.choice((17, 23)), "q_lora_rank": draw.choice((7, 11))},
+        **{"partial_rotary_factor": 4 / size, "compress_rope_theta": 900.0, "rope_theta": 50.0},
+        **{"rope_parameters": rope, "o_groups": 2, "o_lora_rank": draw.choice((5, 6))},
+        **{"sliding_window": draw.choice((3, 5)), "index_topk": draw.choice((2, 3))},
+        "compress_rates": dict(zip(types[1:3], rates, strict=True)),
+        **{"index_n_heads": draw.choice((8, 12)), "index_head_dim": draw.choice((6, 10))},
+        **{"n_routed_experts": draw.choice((5, 7)), "num_experts_per_tok": draw.choice((2, 3))},
+        **{"mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * (len(types) - 2)},
+        **{"routed_scaling_factor": draw.choice((1.0, 1.5)), "swiglu_limit": 0.7},
+        **{"hc_mult": draw.choice((2, 4)), "hc_sinkhorn_iters": draw.choice((2, 5))},
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def partial_rope(draw: random.Random) -> dict[str, Any]:
     factor = draw.choice((0.5, 1.0))
     return {
@@ -516,7 +542,9 @@ def kimi_linear(draw: random.Random) -> dict[str, Any]:
 
 
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
-"""Classes with sparse attention, which only the `xla` backend supports."""
+"""Classes with sparse latent attention."""
+XLA_ONLY = (*SPARSE, "deepseek_v4")
+"""Classes that only the `xla` backend supports."""
 HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "olmo3", "granite", "granite4", "phi3", "smollm3"}
 SCALED = (
     "smollm3",
@@ -551,6 +579,7 @@ CLASSES = {
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v32": (sparse_attention, "DeepseekV32Config", "DeepseekV32ForCausalLM"),
+    "deepseek_v4": (deepseek_v4, "DeepseekV4Config", "DeepseekV4ForCausalLM"),
     "glm4_moe": (glm4_moe, "Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "glm_moe_dsa": (sparse_attention, "GlmMoeDsaConfig", "GlmMoeDsaForCausalLM"),
     "minimax_m2": (minimax_m2, "MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
@@ -791,7 +820,7 @@ def splash_case(kind: str) -> int:
 ATTENTION = [(name, "xla") for name in NAMES] + [
     (f"{kind}-{number}", backend)
     for kind in CLASSES
-    if kind not in SPARSE
+    if kind not in XLA_ONLY
     for number, backend in (
         ({"llama4": 8}.get(kind, 0), "blockwise"),
         ({"llama4": 8}.get(kind, 0), "blockwise in loops"),
