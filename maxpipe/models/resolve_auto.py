@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.attention import AUTO, CANNOT, Attention
+from maxpipe.models.layers.indexer import INDEX_TOPK
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import ContextAttention
@@ -57,7 +58,8 @@ def choose(
     """
     if model.attention != AUTO:
         return Choice(model.attention)
-    if has_ring(model, over_context):
+    sparse = any(INDEX_TOPK in part.options for part in _attention_parts(model))
+    if has_ring(model, over_context) or (sparse and over_context.context > 1):
         return Choice("blockwise")
     device = platform if platform in _ORDER else "gpu"
     refused: list[str] = []
@@ -152,4 +154,6 @@ def _attention_parts(model: ModelConfig) -> list[Attention | LatentAttention]:
 
 
 def _key_heads(part: Attention | LatentAttention) -> int:
-    return part.num_kv_heads if isinstance(part, Attention) else part.num_heads
+    if isinstance(part, Attention):
+        return part.num_kv_heads
+    return 1 if part.is_sparse else part.num_heads

@@ -160,9 +160,15 @@ def index_scores(
 
     `products` are the products of queries and keys.
     """
-    rectified = jax.nn.relu(products)
-    scores = jnp.einsum("bth,bhts->bts", _scaled(index.weights, index), rectified)
-    return constrain(scores, (None,) * 3, rules)
+    return constrain(weighted_sum(index, products, score_scale(index)), (None,) * 3, rules)
+
+
+def weighted_sum(
+    index: IndexArrays, products: Float[Array, "B h t s"], scale: float
+) -> Float[Array, "B t s"]:
+    """Return the float32 scores, summed over the index heads in `index`."""
+    weights = index.weights.astype(jnp.float32) * scale
+    return jnp.einsum("bth,bhts->bts", weights, jax.nn.relu(products))
 
 
 def index_products(index: IndexArrays) -> Float[Array, "B h t s"]:
@@ -170,21 +176,26 @@ def index_products(index: IndexArrays) -> Float[Array, "B h t s"]:
     return jnp.einsum("bthd,bsd->bhts", index.query, index.key, preferred_element_type=jnp.float32)
 
 
-def _scaled(x: Float[Array, "B t h"], index: IndexArrays) -> Float[Array, "B t h"]:
-    return x.astype(jnp.float32) * math.prod(index.query.shape[2:]) ** -0.5
+def score_scale(index: IndexArrays) -> float:
+    """Return the factor of the scores, given the arrays of all index heads."""
+    return math.prod(index.query.shape[2:]) ** -0.5
 
 
-def _score_gradients(
-    index: IndexArrays, products: Float[Array, "B h t s"], d_scores: Float[Array, "B t s"]
+def score_gradients(
+    index: IndexArrays,
+    products: Float[Array, "B h t s"],
+    d_scores: Float[Array, "B t s"],
+    scale: float,
 ) -> IndexArrays:
     """Return the float32 gradients of the inputs of the scores."""
+    d_scores = d_scores * scale
     d_weights = jnp.einsum("bts,bhts->bth", d_scores, jax.nn.relu(products))
-    d_products = jnp.einsum("bts,bth->bhts", d_scores, _scaled(index.weights, index))
+    d_products = jnp.einsum("bts,bth->bhts", d_scores, index.weights.astype(jnp.float32))
     d_products = jnp.where(products > 0, d_products, 0.0).astype(index.query.dtype)
     times = partial(jnp.einsum, preferred_element_type=jnp.float32)
     d_query = times("bhts,bsd->bthd", d_products, index.key)
     d_key = times("bhts,bthd->bsd", d_products, index.query)
-    return IndexArrays(d_query, d_key, _scaled(d_weights, index))
+    return IndexArrays(d_query, d_key, d_weights)
 
 
 class Target(Protocol):
@@ -256,7 +267,7 @@ def _loss_forward(
         scores = index_scores(block, products, options.rules)
         loss, slopes = _divergence(scores, target, visible, counts[:, start:stop])
         losses.append(loss)
-        d_query, d_key, d_weights = _score_gradients(block, products, slopes)
+        d_query, d_key, d_weights = score_gradients(block, products, slopes, score_scale(index))
         d_key = jnp.pad(d_key, ((0, 0), (0, index.key.shape[1] - keys), (0, 0)))
         gradients.append(IndexArrays(d_query, d_key, d_weights))
     d_query, d_key, d_weights = zip(*gradients, strict=True)

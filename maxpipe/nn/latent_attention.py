@@ -16,11 +16,12 @@ from jaxtyping import Float
 from maxpipe.models.layers import latent_attention
 from maxpipe.models.layers.indexer import LOSS
 from maxpipe.nn.attention import BACKENDS
-from maxpipe.nn.attention.context_parallel import attend
+from maxpipe.nn.attention.context_parallel import attend, gather_keys
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate
 from maxpipe.nn.indexer import IndexArrays, indexer_loss, select_keys, tie_cotangents
 from maxpipe.nn.module import LayerContext, Output, SpecModule, layer_norm, rms_norm
+from maxpipe.nn.sparse_attention import sparse_attend
 from maxpipe.parallel.lora_weight import LoraWeight, map_columns, merge_lora
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
@@ -76,7 +77,10 @@ class LatentAttention(SpecModule):
         if index is not None and part.losses:
             query, index = tie_cotangents(query, index)
         cache, losses = context.cache, {}
-        if cache is None:
+        if cache is None and part.is_absorbed:
+            assert index is not None
+            mixed, losses = self._sparse(query, small, turned, mask, index, context, split)
+        elif cache is None:
             mixed, losses = self._expanded(query, small, turned, mask, index, context, split)
         else:
             mixed, cache = self._absorbed(query, small, turned, mask, index, positions, cache)
@@ -185,6 +189,56 @@ class LatentAttention(SpecModule):
             losses[LOSS] = indexer_loss(index, query, key, mask, targets, self.rules)
         return attend(backend, query, key, value, mask, inputs, self.rules), losses
 
+    def _sparse(
+        self,
+        query: Float[Array, "B T N H"],
+        small: Float[Array, "B T r"],
+        turned: Float[Array, "B T 1 h"],
+        mask: Mask,
+        index: IndexArrays,
+        context: LayerContext,
+        split: SequenceParallel,
+    ) -> tuple[Float[Array, "B T N v"], Mapping[str, Float[Array, ""]]]:
+        """Compute attention to the selected latents, and the losses."""
+        part = self.part
+        assert part.indexer is not None
+        small = split.gather_tokens(small)
+        up_key, up_value = map(merge_lora, self._up(query.dtype))
+        if context.recorder is not None:
+            self._record(query, small, turned, up_key, mask, context)
+        query = constrain(self._absorb(query, up_key), _HEADS, self.rules)
+        key = jnp.concatenate([turned[:, :, 0], small], axis=-1)
+        mask, (key, index_key) = gather_keys(mask, (key, index.key), context.inputs)
+        targets = context.inputs.get("loss_mask") if part.losses else None
+        mixed, loss = sparse_attend(
+            query,
+            key,
+            index._replace(key=index_key),
+            mask,
+            targets,
+            top_k=part.indexer.top_k,
+            rope_size=part.rope_size,
+        )
+        mixed = jnp.einsum("btnr,rnh->btnh", mixed, up_value)
+        mixed = constrain(mixed, _HEADS, self.rules)
+        return mixed, {} if targets is None else {LOSS: loss}
+
+    def _record(
+        self, query: Array, small: Array, turned: Array, up_key: Array, mask: Mask, context: Any
+    ) -> None:
+        """Record the statistics of explicit keys."""
+        keys = jnp.einsum("btr,rnh->btnh", small, up_key)
+        everywhere = jnp.broadcast_to(turned, (*keys.shape[:3], turned.shape[-1]))
+        key = jnp.concatenate([keys, everywhere], axis=-1)
+        context.recorder.record_attention(query, key, mask)
+
+    def _absorb(
+        self, query: Float[Array, "B T N H"], up_key: Float[Array, "r N h"]
+    ) -> Float[Array, "B T N l"]:
+        """Return queries for keys that consist of the RoPE dims and the latent."""
+        unrotated, front = jnp.split(query, (self.part.rest_size,), axis=-1)
+        return jnp.concatenate([front, jnp.einsum("btnh,rnh->btnr", unrotated, up_key)], axis=-1)
+
     def _absorbed(
         self,
         query: Float[Array, "B T N H"],
@@ -200,9 +254,7 @@ class LatentAttention(SpecModule):
         The up projections are instead applied to the queries and to the attention output.
         """
         up_key, up_value = map(merge_lora, self._up(query.dtype))
-        unrotated, front = jnp.split(query, (self.part.rest_size,), axis=-1)
-        unrotated = jnp.einsum("btnh,rnh->btnr", unrotated, up_key)
-        query = jnp.concatenate([front, unrotated], axis=-1)
+        query = self._absorb(query, up_key)
         key = jnp.concatenate([turned, small[:, :, None]], axis=-1)
         index_key = key[..., :0] if index is None else index.key[:, :, None]
         cache = cache.append(key, index_key, mask.segments, positions)

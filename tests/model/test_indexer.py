@@ -15,6 +15,7 @@ from maxpipe.models.layers.attention import CANNOT, Rope
 from maxpipe.models.layers.indexer import LOSS, Indexer
 from maxpipe.models.layers.latent_attention import LatentAttention as LatentAttentionSpec
 from maxpipe.nn import indexer as indexer_module
+from maxpipe.nn import sparse_attention
 from maxpipe.nn.attention.interface import Mask
 from maxpipe.nn.indexer import IndexArrays, largest_entries, select_keys
 from maxpipe.nn.latent_attention import LatentAttention
@@ -28,12 +29,14 @@ LENGTHS = [[9], [2, 4, 3]]
 LENGTH = 1.3
 
 
-def part_with(stage: Any = "sparse", top_k: int = 3, **changes: Any) -> LatentAttentionSpec:
+def part_with(
+    stage: Any = "sparse", top_k: int = 3, backend: str = "xla", **changes: Any
+) -> LatentAttentionSpec:
     indexer = Indexer(D, Q_RANK, INDEX_HEADS, INDEX_DIM, ROPE, False, top_k, stage, 0.7)
     rope = Rope(50.0, rotary_dims=ROPE, attention_factor=LENGTH)
     sizes = (D, HEADS, REST + ROPE, VALUE, RANK, Q_RANK)
     indexer = replace(indexer, **changes)
-    return LatentAttentionSpec(*sizes, 0.5, "xla", rope, 0.3, EPSILON, indexer)
+    return LatentAttentionSpec(*sizes, 0.5, backend, rope, 0.3, EPSILON, indexer)
 
 
 def values() -> dict[str, Any]:
@@ -146,13 +149,27 @@ BLOCKS = [(0, 3), (3, 6), (6, 9)]
         (part_with(top_k=2, interleaved=True), [(0, 9)]),
         (part_with(top_k=9), [(0, 9)]),
         (part_with("dense", interleaved=True), [(0, 9)]),
+        (part_with(backend="blockwise"), BLOCKS),
+        (part_with(top_k=2, interleaved=True, backend="blockwise"), BLOCKS),
+        (part_with(top_k=9, backend="blockwise"), BLOCKS),
     ],
-    ids=["sparse", "dense", "two keys, interleaved", "all keys", "dense, interleaved"],
+    ids=[
+        "sparse",
+        "dense",
+        "two keys, interleaved",
+        "all keys",
+        "dense, interleaved",
+        "blockwise",
+        "blockwise, two keys",
+        "blockwise, all keys",
+    ],
 )
 def test_output_loss_and_gradients_equal_float64_reference(
     part: LatentAttentionSpec, blocks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexer_module, "query_blocks", lambda tokens: blocks)
+    for name, size in (("_BITS", 4), ("_CHUNK", 2), ("_INDEX_CHUNK", 5)):
+        monkeypatch.setattr(sparse_attention, name, size)
     w = with_values(LatentAttention(part, RULES), **values())
     x = arrays()[0]
     cotangent = np.random.default_rng(3).standard_normal(x.shape)
@@ -293,5 +310,6 @@ def test_backends_without_selected_keys_are_unsupported() -> None:
     assert {name for name, lacks in backends.items() if "index_topk" not in lacks} == {
         "auto",
         "xla",
+        "blockwise",
     }
     assert replace(dense, backend="splash").unsupported == frozenset()

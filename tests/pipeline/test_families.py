@@ -371,6 +371,14 @@ CASES = [
     Case(2, 1, 3, own=V4_WARM_UP, heads=(8, 1), layers=5, schedule="zb_h1", data=2),
     Case(3, 2, 4, own=V4, heads=(8, 1), layers=8, outside=2, remat="chunk", idle="compute"),
     Case(2, 1, 3, own=V4, heads=(8, 1), layers=5, tensor=2, split="sequence", dropout=0.3),
+    *(
+        replace(case, own=own, attention="blockwise")
+        for own, case in (
+            (V32, Case(2, 2, 3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v")),
+            (GLM5, Case(2, 1, 5, layers=6, schedule="zb_h1", remat="none", context=2, tensor=2)),
+            (V32, Case(2, 2, 4, layers=7, context=2, data=2, remat="chunk", idle="compute")),
+        )
+    ),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=Olmo2Config(), layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 1, 5, own=GRANITE, tied=True, layers=5, gather="step", schedule="zb_h1", dropout=0.3),

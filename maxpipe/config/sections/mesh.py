@@ -23,7 +23,6 @@ from maxpipe.config.rules import (
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, has_experts, layer_parts
 from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import Bound
-from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Param
@@ -112,14 +111,29 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
             "tokens of a sequence on one device.",
             f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
         )
-    if any(isinstance(part, LatentAttention) and part.indexer for part in layer_parts(config)):
+    indexers = [part for part in layer_parts(config) if getattr(part, "indexer", None)]
+    if any(not part.is_sparse for part in indexers):
         yield RuleViolation(
             Code.MESH_UNSUPPORTED,
             key,
-            f"must be 1 with {FAMILY} = {config.model.family}: its indexer needs all tokens of a "
+            "must be 1 with indexer_stage = dense: the loss of the indexer needs all tokens of a "
             "sequence on one device.",
             f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
         )
+    elif indexers:
+        for setting, value, method in (
+            ("model.attention", config.model.attention, "blockwise"),
+            ("mesh.context_attention", config.mesh.context_attention, "all_gather"),
+        ):
+            if value not in ("auto", method):
+                yield RuleViolation(
+                    Code.MESH_UNSUPPORTED,
+                    setting,
+                    f"must be auto or {method} with {key} > 1 and {FAMILY} = "
+                    f"{config.model.family}, whose query tokens select from the keys of all "
+                    "devices.",
+                    f"Set {setting}={method}.",
+                )
     if config.model.mtp_heads:
         yield RuleViolation(
             Code.MESH_UNSUPPORTED,

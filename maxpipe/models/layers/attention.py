@@ -29,7 +29,7 @@ estimates assume `xla` in this case."""
 CANNOT: Mapping[str, frozenset[str]] = {
     AUTO: frozenset(),
     "xla": frozenset(),
-    "blockwise": frozenset({"index_topk", "compressed_entries"}),
+    "blockwise": frozenset({"compressed_entries"}),
     "cudnn": frozenset({"soft_cap", "sinks", "value_size", "index_topk", "compressed_entries"}),
     "splash": frozenset({"index_topk", "compressed_entries"}),
 }

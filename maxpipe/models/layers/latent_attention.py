@@ -80,6 +80,13 @@ class LatentAttention(Part):
         return self.indexer is not None and self.indexer.is_sparse
 
     @property
+    def is_absorbed(self) -> bool:
+        """Return whether the keys of training are the selected latents, so that the up projections
+        are applied to the queries and to the attention output.
+        """
+        return self.is_sparse and self.backend == "blockwise"
+
+    @property
     def options(self) -> frozenset[str]:
         """Return the enabled options that some backends do not support."""
         return frozenset({"value_size", *((INDEX_TOPK,) if self.is_sparse else ())})
@@ -159,13 +166,13 @@ class LatentAttention(Part):
         `context` is the attention output.
         """
         latents = {"query_latent": self._query_latent} if self.q_lora_rank else {}
+        explicit = {} if self.is_absorbed else {"key": self._query, "value": self._value}
         return latents | {
             "query": self._query,
             "latent": self._latent,
-            "key": self._query,
-            "value": self._value,
+            **explicit,
             **({} if self.indexer is None else self.indexer.activations),
-            "context": self._value,
+            "context": self._context,
             "attention_out": self._width,
         }
 
@@ -277,6 +284,12 @@ class LatentAttention(Part):
     @property
     def _query(self) -> Dims:
         return ((self.num_heads, "heads"), (self.head_dim, "head_dim"))
+
+    @property
+    def _context(self) -> Dims:
+        """Return the dims of the attention output, which consists of latents if absorbed."""
+        latents = ((self.num_heads, "heads"), (self.rank, "head_dim"))
+        return latents if self.is_absorbed else self._value
 
     @property
     def _value(self) -> Dims:

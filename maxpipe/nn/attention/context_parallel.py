@@ -75,6 +75,17 @@ def attend(
     return backend(query, key, value, mask)
 
 
+def gather_keys(
+    mask: Mask, arrays: tuple[Array, ...], inputs: Mapping[str, Any]
+) -> tuple[Mask, tuple[Array, ...]]:
+    """Return arrays `[B, S, ...]` of all tokens, and the mask of the local query tokens."""
+    if axis_size(CONTEXT) == 1:
+        return mask, arrays
+    mask = replace(mask, key_segments=inputs[collectives.FULL_SEGMENT_IDS])
+    mask = _with_places(mask, mask.segments.shape[1], 1)
+    return mask, tuple(collectives.gather_sequences(array, 1) for array in arrays)
+
+
 # Head sharding (`ulysses` and `ulysses_ring`). `size` is the number of devices in a group.
 
 

@@ -1,0 +1,573 @@
+"""Sparse attention with memory linear in T: each block of query tokens reads only selected keys.
+
+A block consists of up to 32 query tokens. Its index scores give the keys that each token selects.
+The keys that at least one token of the block selects are gathered, in chunks, and attention runs
+over these chunks with online softmax (arXiv:1805.02867). The number of chunks depends on the data.
+All heads share the keys, which are the latents of multi-head latent attention, so the heads of a
+few tokens fill the matrix unit and a key is gathered once for all heads.
+
+The backward pass needs the selection, which is saved with one bit for each pair of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int, Shaped, UInt32
+
+from maxpipe.models.layers.attention import LOG_SUM
+from maxpipe.nn.attention import interface
+from maxpipe.nn.attention.interface import Mask
+from maxpipe.nn.indexer import (
+    IndexArrays,
+    index_products,
+    score_gradients,
+    score_scale,
+    weighted_sum,
+)
+from maxpipe.parallel import scopes
+from maxpipe.parallel.collectives import map_shards, mark_varying
+
+_BITS = 32
+"""Maximum number of query tokens per block. A key has one bit for each of them."""
+_CHUNK = 1024
+"""Number of gathered keys that are processed at once."""
+_INDEX_CHUNK = 2048
+"""Number of keys whose index scores are computed at once."""
+_UNION = 2.0
+"""Assumed number of keys that a block selects, as a multiple of the keys that a token selects.
+Cycle estimates use this number."""
+_MASK_VALUE, _MIN_SCORE = -1e30, -1e20
+_PADDING_SEGMENT = -3
+"""Segment ID of the tokens that pad a block. No key has this segment ID."""
+
+
+class SparseOptions(NamedTuple):
+    """Static options of a compiled attention program."""
+
+    scale: float
+    """Factor of the attention scores."""
+    index_scale: float
+    """Factor of the index scores."""
+    top_k: int
+    rope_size: int
+    """Number of RoPE dims, which come first in a key. The other dims are also the value."""
+    run: int
+    """Length of each contiguous run of query tokens."""
+    head_axis: str | None = None
+    """Mesh axis that shards the heads."""
+    index_axis: str | None = None
+    """Mesh axis that shards the index heads."""
+
+
+class _Tokens(NamedTuple):
+    """Arrays that determine which keys are visible."""
+
+    segments: Int[Array, "B T"]
+    key_segments: Int[Array, "B S"]
+    places: Int[Array, " T"]
+
+
+class _Selection(NamedTuple):
+    """Keys that a block of query tokens selects."""
+
+    places: Int[Array, "B S"]
+    """Indices of the selected keys in increasing order, followed by larger numbers than S - 1."""
+    members: UInt32[Array, "B S"]
+    """Query tokens that select each of these keys, with one bit for each token."""
+    chunks: Int[Array, ""]
+    """Number of chunks with selected keys."""
+
+
+def sparse_attend(
+    query: Float[Array, "B T N h"],
+    key: Float[Array, "B S h"],
+    index: IndexArrays,
+    mask: Mask,
+    loss_mask: Float[Array, "B T"] | None,
+    *,
+    top_k: int,
+    rope_size: int,
+) -> tuple[Float[Array, "B T N r"], Float[Array, ""]]:
+    """Compute attention to the `top_k` keys with the largest index scores, and the indexer's loss.
+
+    Keys that come first in the sequence win ties. `key` consists of the RoPE dims and the latent,
+    which is also the value. `index` contains the local query tokens and all keys. The loss is the
+    divergence of the indexer's distribution over the selected keys from the mean attention
+    distribution of all heads, summed over the query tokens with weights `loss_mask`. If `loss_mask`
+    is None, the loss is 0. The gradient of `index` is that of the loss only.
+    """
+    tokens = query.shape[1]
+    rows, head_axis = interface.query_axes(query)
+    _, index_axis = interface.query_axes(index.query)
+    assert mask.scale is not None
+    options = SparseOptions(
+        mask.scale,
+        score_scale(index),
+        top_k,
+        rope_size,
+        mask.run or tokens,
+        head_axis,
+        index_axis,
+    )
+    seen = _Tokens(
+        mask.segments,
+        mask.segments if mask.key_segments is None else mask.key_segments,
+        jnp.arange(tokens, dtype=jnp.int32) if mask.places is None else mask.places,
+    )
+    counts = None if loss_mask is None else loss_mask.astype(jnp.float32)
+    arrays = mark_varying((query, key, index, seen, counts))
+    return _attention(*arrays, options, rows)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(
+    query: Array,
+    key: Array,
+    index: IndexArrays,
+    seen: _Tokens,
+    counts: Array | None,
+    options: SparseOptions,
+    rows: tuple[str, ...],
+) -> tuple[Float[Array, "B T N r"], Float[Array, ""]]:
+    return _forward(query, key, index, seen, counts, options, rows)[0]
+
+
+class _Specs(NamedTuple):
+    """Partition specs of the arrays."""
+
+    heads: PartitionSpec
+    batch: PartitionSpec
+    index: IndexArrays
+    seen: _Tokens
+    blocks: PartitionSpec
+
+
+def _specs(options: SparseOptions, rows: tuple[str, ...]) -> _Specs:
+    batch, index_axis = PartitionSpec(rows), options.index_axis
+    index: Any = (PartitionSpec(rows, None, index_axis), batch)
+    index = IndexArrays(*index, PartitionSpec(rows, None, index_axis))  # type: ignore[arg-type]
+    seen: Any = _Tokens(batch, batch, PartitionSpec())  # type: ignore[arg-type]
+    heads = PartitionSpec(rows, None, options.head_axis)
+    return _Specs(heads, batch, index, seen, PartitionSpec(None, rows))
+
+
+def _forward(
+    query: Array,
+    key: Array,
+    index: IndexArrays,
+    seen: _Tokens,
+    counts: Array | None,
+    options: SparseOptions,
+    rows: tuple[str, ...],
+) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    specs = _specs(options, rows)
+
+    def run(*arguments: Any) -> Any:
+        mixed, log_sum, members, loss, gradients = _local_forward(*arguments, options=options)
+        loss = lax.psum(loss, rows) if rows else loss
+        return mixed, log_sum, members, loss, gradients
+
+    run = map_shards(
+        run,
+        (specs.heads, specs.batch, specs.index, specs.seen, specs.batch),
+        (specs.heads, specs.heads, specs.blocks, PartitionSpec(), specs.index),
+    )
+    mixed, log_sum, members, loss, gradients = run(query, key, index, seen, counts)
+    # All three arrays have checkpoint names, so that the backward pass does not repeat the forward
+    # pass if they are saved.
+    mixed = checkpoint_name(mixed, "context")
+    log_sum, members = (checkpoint_name(array, LOG_SUM) for array in (log_sum, members))
+    narrow = (array.astype(like.dtype) for array, like in zip(gradients, index, strict=True))
+    return (mixed, loss), (query, key, seen, mixed, log_sum, members, IndexArrays(*narrow))
+
+
+def _backward(
+    options: SparseOptions,
+    rows: tuple[str, ...],
+    saved: tuple[Any, ...],
+    cotangents: tuple[Float[Array, "B T N r"], Float[Array, ""]],
+) -> tuple[Any, ...]:
+    *arrays, gradients = saved
+    d_mixed, d_loss = cotangents
+    specs = _specs(options, rows)
+    run = map_shards(
+        partial(_local_backward, options=options),
+        (
+            *(specs.heads, specs.batch, specs.seen),
+            *(specs.heads, specs.heads, specs.blocks, specs.heads),
+        ),
+        (specs.heads, specs.batch),
+    )
+    d_query, d_key = run(*arrays, d_mixed)
+    d_index = IndexArrays(*((d_loss * array).astype(array.dtype) for array in gradients))
+    return d_query, d_key, d_index, None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+# Computation on one device.
+
+
+class _Blocks:
+    """Query tokens in blocks `[blocks, B, t, ...]`, with padding at the end of each run."""
+
+    def __init__(self, tokens: int, run: int):
+        self.tokens, self.run, self.runs = tokens, run, tokens // run
+        self.per_run = -(-run // _BITS)
+        self.size = -(-run // self.per_run)
+
+    def split(self, x: Shaped[Array, "B T *dims"], fill: float = 0) -> Shaped[Array, "i B t *dims"]:
+        """Split the tokens into blocks. The padding has the value `fill`."""
+        x = x.reshape(x.shape[0], self.runs, self.run, *x.shape[2:])
+        width = [(0, 0) for _ in x.shape]
+        width[2] = (0, self.per_run * self.size - self.run)
+        x = jnp.pad(x, width, constant_values=fill)
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, self.size, *x.shape[3:]), 1, 0)
+
+    def split_places(self, places: Int[Array, " T"]) -> Int[Array, "i t"]:
+        """Split the indices of the tokens. The padding repeats the last token of its run."""
+        width = ((0, 0), (0, self.per_run * self.size - self.run))
+        return jnp.pad(places.reshape(self.runs, self.run), width, "edge").reshape(-1, self.size)
+
+    def merge(self, x: Float[Array, "i B t *dims"]) -> Float[Array, "B T *dims"]:
+        """Merge blocks into sequences, without the padding."""
+        x = jnp.moveaxis(x, 0, 1)
+        x = x.reshape(x.shape[0], self.runs, -1, *x.shape[3:])[:, :, : self.run]
+        return x.reshape(x.shape[0], self.tokens, *x.shape[3:])
+
+
+def _local_forward(
+    query: Float[Array, "B T N h"],
+    key: Float[Array, "B S h"],
+    index: IndexArrays,
+    seen: _Tokens,
+    counts: Float[Array, "B T"] | None,
+    *,
+    options: SparseOptions,
+) -> tuple[Array, Array, Array, Array, IndexArrays]:
+    """Return the output, the float32 log-sum-exp, the selection `[blocks, B, S]`, the loss and the
+    float32 gradients of the loss.
+    """
+    blocks = _Blocks(query.shape[1], options.run)
+
+    def of_block(d_key: Array, operands: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
+        query, index_query, weights, segments, places, counts = operands
+        block = IndexArrays(index_query, index.key, weights)
+        visible = _Visible(segments, places, seen.key_segments)
+        scores = _index_scores(block, visible, options)
+        selected = largest_keys(scores, options.top_k) & (scores > -jnp.inf)
+        members = _members(selected)
+        selection = _sorted_selection(members)
+        mixed, log_sum = _attend(query, key, selection, options)
+        if counts is None:
+            return d_key, (mixed, log_sum, members, None, None, None)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), _MIN_SCORE)
+        total = jnp.where(selected, jnp.exp(scores - largest), 0.0).sum(-1)
+        log_index_sum = largest[..., 0] + jnp.log(jnp.where(total > 0, total, 1.0))
+        loss, (d_query, d_key, d_weights) = _loss(
+            query, key, block, selection, log_sum, log_index_sum, counts, d_key, options
+        )
+        return d_key, (mixed, log_sum, members, loss, d_query, d_weights)
+
+    operands = (
+        blocks.split(query),
+        blocks.split(index.query),
+        blocks.split(index.weights),
+        blocks.split(seen.segments, _PADDING_SEGMENT),
+        blocks.split_places(seen.places),
+        None if counts is None else blocks.split(counts),
+    )
+    d_key = mark_varying(jnp.zeros(index.key.shape))
+    d_key, (mixed, log_sum, members, loss, *d_tokens) = lax.scan(of_block, d_key, operands)
+    mixed, log_sum = blocks.merge(mixed), blocks.merge(log_sum)
+    if counts is None:
+        return mixed, log_sum, members, jnp.zeros(()), jax.tree.map(jnp.zeros_like, index)
+    d_query, d_weights = map(blocks.merge, d_tokens)
+    gradients = IndexArrays(d_query, _sum(d_key, options.index_axis), d_weights)
+    return mixed, log_sum, members, loss.sum(), gradients
+
+
+def _local_backward(
+    query: Float[Array, "B T N h"],
+    key: Float[Array, "B S h"],
+    seen: _Tokens,
+    mixed: Float[Array, "B T N r"],
+    log_sum: Float[Array, "B T N"],
+    members: UInt32[Array, "i B S"],
+    d_mixed: Float[Array, "B T N r"],
+    *,
+    options: SparseOptions,
+) -> tuple[Array, Array]:
+    """Return the gradients of the queries and keys."""
+    del seen
+    blocks = _Blocks(query.shape[1], options.run)
+    slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
+
+    def of_block(d_key: Array, operands: tuple[Any, ...]) -> tuple[Array, Array]:
+        query, d_mixed, log_sum, slope, members = operands
+
+        def add(chunk: _Chunk, state: tuple[Array, Array]) -> tuple[Array, Array]:
+            d_query, d_key = state
+            keys = chunk.gather(key)
+            values = keys[..., options.rope_size :]
+            shares = jnp.exp(_scores(query, keys, chunk, options) - log_sum[..., None])
+            d_value = _dot("btns,btnr->bsr", shares.astype(key.dtype), d_mixed)
+            d_scores = shares * (_dot("btnr,bsr->btns", d_mixed, values) - slope[..., None])
+            d_scores = (d_scores * options.scale).astype(key.dtype)
+            d_query += _dot("btns,bsh->btnh", d_scores, keys)
+            d_keys = _dot("btns,btnh->bsh", d_scores, query)
+            d_keys = d_keys.at[..., options.rope_size :].add(d_value)
+            return d_query, chunk.add(d_key, d_keys)
+
+        selection, start = _sorted_selection(members), (jnp.zeros(query.shape), d_key)
+        d_query, d_key = _for_chunks(add, start, selection, query.shape[1], options.top_k)
+        return d_key, d_query
+
+    operands = (*map(blocks.split, (query, d_mixed, log_sum, slope)), members)
+    d_key, d_query = lax.scan(of_block, mark_varying(jnp.zeros(key.shape)), operands)
+    d_key = _sum(d_key, options.head_axis)
+    return blocks.merge(d_query).astype(query.dtype), d_key.astype(key.dtype)
+
+
+# Selection of keys.
+
+
+class _Visible(NamedTuple):
+    """Segments and indices from which the mask of a block is computed."""
+
+    segments: Int[Array, "B t"]
+    places: Int[Array, " t"]
+    key_segments: Int[Array, "B S"]
+
+    def pairs(self, start: Array, size: int) -> Bool[Array, "B t s"]:
+        """Return whether each query token may read each of `size` keys."""
+        segments = lax.dynamic_slice_in_dim(self.key_segments, start, size, 1)
+        earlier = self.places[:, None] >= start + jnp.arange(size, dtype=jnp.int32)
+        return (self.segments[:, :, None] == segments[:, None]) & earlier
+
+
+def _index_scores(
+    index: IndexArrays, visible: _Visible, options: SparseOptions
+) -> Float[Array, "B t S"]:
+    """Return the index scores of a block; those of invisible keys are -inf."""
+    rows, tokens = index.weights.shape[:2]
+    num_keys = index.key.shape[1]
+    size = min(_INDEX_CHUNK, num_keys)
+    last = jnp.minimum(visible.places.max() // size + 1, -(-num_keys // size))
+
+    def add(number: Array, scores: Array) -> Array:
+        # The last chunk overlaps with the previous one if the size does not divide S.
+        start = jnp.minimum(number * size, num_keys - size)
+        keys = lax.dynamic_slice_in_dim(index.key, start, size, 1)
+        block = index._replace(key=keys)
+        part = _sum(
+            weighted_sum(block, index_products(block), options.index_scale), options.index_axis
+        )
+        part = jnp.where(visible.pairs(start, size), part, -jnp.inf)
+        return lax.dynamic_update_slice_in_dim(scores, part, start, 2)
+
+    start = mark_varying(jnp.full((rows, tokens, num_keys), -jnp.inf))
+    mean = -(-num_keys // size) / 2 + 0.5
+    with jax.named_scope(scopes.trips(mean)):
+        return lax.fori_loop(0, last, add, start)
+
+
+def _ordered_bits(x: Float[Array, "*dims"]) -> UInt32[Array, "*dims"]:
+    """Return integers with the order of the float32 numbers `x`. Zeros of both signs are equal."""
+    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def largest_keys(scores: Float[Array, "B t S"], count: int) -> Bool[Array, "B t S"]:
+    """Return a mask of the `count` largest entries along the last dim; earlier entries win ties.
+
+    The threshold is found bit by bit. On TPUs, this is faster than sorting long rows.
+    """
+    if scores.shape[-1] <= count:
+        return jnp.ones(scores.shape, bool)
+    ordered = _ordered_bits(scores)
+
+    def set_bit(number: Array, threshold: Array) -> Array:
+        larger = threshold | (jnp.uint32(1) << (31 - number).astype(jnp.uint32))
+        enough = (ordered >= larger).sum(-1, keepdims=True, dtype=jnp.int32) >= count
+        return jnp.where(enough, larger, threshold)
+
+    start = jnp.zeros((*scores.shape[:-1], 1), jnp.uint32)
+    threshold = lax.fori_loop(0, 32, set_bit, mark_varying(start))
+    selected = ordered >= threshold
+    excess = selected.sum(-1, dtype=jnp.int32) > count
+
+    def first_of_equal() -> Array:
+        equal = ordered == threshold
+        free = count - (ordered > threshold).sum(-1, keepdims=True, dtype=jnp.int32)
+        return selected & (~equal | (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= free))
+
+    return lax.cond(excess.any(), first_of_equal, lambda: selected)
+
+
+def _members(selected: Bool[Array, "B t S"]) -> UInt32[Array, "B S"]:
+    """Return one bit for each query token."""
+    bits = jnp.arange(selected.shape[1], dtype=jnp.uint32)[:, None]
+    return (selected.astype(jnp.uint32) << bits).sum(1, dtype=jnp.uint32)
+
+
+def _sorted_selection(members: UInt32[Array, "B S"]) -> _Selection:
+    """Return the selected keys in sequence order, padded to full chunks."""
+    num_keys = members.shape[1]
+    number = jnp.arange(num_keys, dtype=jnp.int32)
+    # All indices differ, so that sums of gradients need no check for equal indices.
+    places = jnp.where(members != 0, number, num_keys + number)
+    places, members = lax.sort((places, members), dimension=1, num_keys=1, is_stable=False)
+    size = _chunk_size(num_keys)
+    most = (places < num_keys).sum(1, dtype=jnp.int32).max()
+    padding = 2 * num_keys + jnp.arange(-num_keys % size, dtype=jnp.int32)
+    padding = jnp.broadcast_to(padding, (places.shape[0], *padding.shape))
+    return _Selection(
+        jnp.concatenate([places, padding], 1),
+        jnp.pad(members, ((0, 0), (0, padding.shape[1]))),
+        -(-most // size),
+    )
+
+
+def _chunk_size(num_keys: int) -> int:
+    return min(_CHUNK, num_keys)
+
+
+class _Chunk(NamedTuple):
+    """Selected keys that are processed at once."""
+
+    places: Int[Array, "B s"]
+    chosen: Bool[Array, "B t s"]
+    """Whether each query token selects each of these keys."""
+
+    def gather(self, x: Float[Array, "B S h"]) -> Float[Array, "B s h"]:
+        """Return the rows of the keys. Places without a key get the last row."""
+        options: Any = {"mode": "clip", "indices_are_sorted": True}
+        return jax.vmap(lambda x, at: x.at[at].get(**options))(x, self.places)
+
+    def add(self, x: Float[Array, "B S h"], rows: Float[Array, "B s h"]) -> Float[Array, "B S h"]:
+        """Add to the rows of the keys. Places without a key are ignored."""
+        options: Any = {"mode": "drop", "indices_are_sorted": True, "unique_indices": True}
+        return jax.vmap(lambda x, at, rows: x.at[at].add(rows, **options))(x, self.places, rows)
+
+
+def _for_chunks(
+    run: Callable[[_Chunk, Any], Any], start: Any, selection: _Selection, tokens: int, top_k: int
+) -> Any:
+    """Call `run(chunk, state)` for each chunk with selected keys, and return the last state."""
+    padded = selection.places.shape[1]
+    size = _chunk_size(padded)
+    bits = jnp.arange(tokens, dtype=jnp.uint32)[:, None]
+
+    def body(number: Array, state: Any) -> Any:
+        places, members = (
+            lax.dynamic_slice_in_dim(array, number * size, size, 1)
+            for array in (selection.places, selection.members)
+        )
+        return run(_Chunk(places, (members[:, None] >> bits) & 1 == 1), state)
+
+    mean = min(-(-int(_UNION * top_k) // size), padded // size)
+    with jax.named_scope(scopes.trips(mean)):
+        return lax.fori_loop(0, selection.chunks, body, mark_varying(start))
+
+
+# Attention and loss of a block over the selected keys.
+
+
+def _attend(
+    query: Float[Array, "B t N h"],
+    key: Float[Array, "B S h"],
+    selection: _Selection,
+    options: SparseOptions,
+) -> tuple[Float[Array, "B t N r"], Float[Array, "B t N"]]:
+    """Return the output and the float32 log-sum-exp."""
+
+    def add(chunk: _Chunk, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest, total, mixed = state
+        keys = chunk.gather(key)
+        scores = _scores(query, keys, chunk, options)
+        new = jnp.maximum(largest, scores.max(-1))
+        shares, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
+        part = _dot("btns,bsr->btnr", shares.astype(key.dtype), keys[..., options.rope_size :])
+        return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
+
+    shape = query.shape[:3]
+    empty = jnp.zeros((*shape, key.shape[-1] - options.rope_size))
+    start = jnp.full(shape, _MIN_SCORE), jnp.zeros(shape), empty
+    state = _for_chunks(add, start, selection, shape[1], options.top_k)
+    largest, total, mixed = state
+    total = jnp.where(total > 0, total, 1.0)
+    return (mixed / total[..., None]).astype(query.dtype), largest + jnp.log(total)
+
+
+def _loss(
+    query: Float[Array, "B t N h"],
+    key: Float[Array, "B S h"],
+    index: IndexArrays,
+    selection: _Selection,
+    log_sum: Float[Array, "B t N"],
+    log_index_sum: Float[Array, "B t"],
+    counts: Float[Array, "B t"],
+    d_key: Float[Array, "B S d"],
+    options: SparseOptions,
+) -> tuple[Float[Array, ""], IndexArrays]:
+    """Return the loss of a block and its float32 gradients. The gradient of the keys is added to
+    `d_key`.
+    """
+    num_heads = query.shape[2] * _axis_size(options.head_axis)
+
+    def add(chunk: _Chunk, state: tuple[Array, IndexArrays]) -> tuple[Array, IndexArrays]:
+        loss, (d_query, d_key, d_weights) = state
+        scores = _scores(query, chunk.gather(key), chunk, options)
+        target = jnp.exp(scores - log_sum[..., None]).sum(2) / num_heads
+        block = index._replace(key=chunk.gather(index.key))
+        products = index_products(block)
+        index_score = weighted_sum(block, products, options.index_scale)
+        target, index_score = _sum(target, options.head_axis), _sum(index_score, options.index_axis)
+        log_shares = jnp.where(chunk.chosen, index_score - log_index_sum[..., None], 0.0)
+        positive = chunk.chosen & (target > 0)
+        logs = jnp.log(jnp.where(positive, target, 1.0)) - log_shares
+        loss += (jnp.where(positive, target * logs, 0.0).sum(-1) * counts).sum()
+        slopes = jnp.where(chunk.chosen, jnp.exp(log_shares) - target, 0.0) * counts[..., None]
+        more = score_gradients(block, products, slopes, options.index_scale)
+        return loss, IndexArrays(
+            d_query + more.query, chunk.add(d_key, more.key), d_weights + more.weights
+        )
+
+    zeros = jnp.zeros(index.query.shape), d_key, jnp.zeros(index.weights.shape)
+    start = jnp.zeros(()), IndexArrays(*zeros)
+    return _for_chunks(add, start, selection, query.shape[1], options.top_k)
+
+
+def _scores(
+    query: Float[Array, "B t N h"],
+    keys: Float[Array, "B s h"],
+    chunk: _Chunk,
+    options: SparseOptions,
+) -> Float[Array, "B t N s"]:
+    """Return the float32 scores. Those of keys that a token does not select are very small."""
+    scores = _dot("btnh,bsh->btns", query, keys) * options.scale
+    return jnp.where(chunk.chosen[:, :, None], scores, _MASK_VALUE)
+
+
+def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:
+    """Compute an einsum with float32 accumulation."""
+    return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)
+
+
+def _sum(x: Array, axis: str | None) -> Array:
+    return lax.psum(x, axis) if axis else x
+
+
+def _axis_size(axis: str | None) -> int:
+    return lax.axis_size(axis) if axis else 1
