@@ -337,6 +337,19 @@ def unrolled_blocks(
     )
 
 
+SELECTION_BLOCK = 32
+"""Maximum number of query tokens per block of sparse attention. A key has one bit for each of
+them."""
+
+
+def selection_words(tokens: int, context: int = 1) -> int:
+    """Return the number of four-byte words in which a device stores which keys the query tokens of
+    a sequence select. Each of `context` devices holds two runs of query tokens, and all keys.
+    """
+    runs = 1 if context == 1 else 2
+    return runs * -(-tokens // (context * runs) // SELECTION_BLOCK) * tokens
+
+
 def scored_pairs(tokens: int, *, by_blocks: bool = False) -> int:
     """Return the number of (query, key) pairs per sequence for which plain or blockwise
     attention computes scores.

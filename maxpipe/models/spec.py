@@ -164,6 +164,10 @@ class Held:
     shared_pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Same as `pairs`, for arrays without a dim of heads."""
 
+    selections: int = 0
+    """Arrays with one bit for each pair of a query token and a key, in words of four bytes per key
+    and block of query tokens (`count.selection_words`)."""
+
     def __add__(self, other: Held) -> Held:
         def add(name: str) -> Any:
             ours, theirs = getattr(self, name), getattr(other, name)

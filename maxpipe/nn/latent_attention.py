@@ -219,8 +219,7 @@ class LatentAttention(SpecModule):
             top_k=part.indexer.top_k,
             rope_size=part.rope_size,
         )
-        mixed = jnp.einsum("btnr,rnh->btnh", mixed, up_value)
-        mixed = constrain(mixed, _HEADS, self.rules)
+        mixed = constrain(jnp.einsum("btnr,rnh->btnh", mixed, up_value), _HEADS, self.rules)
         return mixed, {} if targets is None else {LOSS: loss}
 
     def _record(

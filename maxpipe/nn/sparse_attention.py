@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Shaped, UInt32
 
+from maxpipe.models.count import SELECTION_BLOCK
 from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import interface
 from maxpipe.nn.attention.interface import Mask
@@ -35,13 +36,13 @@ from maxpipe.nn.indexer import (
 from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
-_BITS = 32
-"""Maximum number of query tokens per block. A key has one bit for each of them."""
 _CHUNK = 1024
 """Number of gathered keys that are processed at once."""
+_DIGIT = 4
+"""Number of bits that a pass over the scores adds to the threshold of a query token."""
 _INDEX_CHUNK = 2048
 """Number of keys whose index scores are computed at once."""
-_UNION = 2.0
+UNION = 2.0
 """Assumed number of keys that a block selects, as a multiple of the keys that a token selects.
 Cycle estimates use this number."""
 _MASK_VALUE, _MIN_SCORE = -1e30, -1e20
@@ -123,6 +124,8 @@ def sparse_attend(
         jnp.arange(tokens, dtype=jnp.int32) if mask.places is None else mask.places,
     )
     counts = None if loss_mask is None else loss_mask.astype(jnp.float32)
+    if counts is None:
+        index = IndexArrays(*map(lax.stop_gradient, index))
     arrays = mark_varying((query, key, index, seen, counts))
     return _attention(*arrays, options, rows)
 
@@ -185,8 +188,11 @@ def _forward(
     # pass if they are saved.
     mixed = checkpoint_name(mixed, "context")
     log_sum, members = (checkpoint_name(array, LOG_SUM) for array in (log_sum, members))
-    narrow = (array.astype(like.dtype) for array, like in zip(gradients, index, strict=True))
-    return (mixed, loss), (query, key, seen, mixed, log_sum, members, IndexArrays(*narrow))
+    of_index = None
+    if counts is not None:
+        pairs = zip(gradients, index, strict=True)
+        of_index = IndexArrays(*(gradient.astype(array.dtype) for gradient, array in pairs))
+    return (mixed, loss), (query, key, mixed, log_sum, members, of_index)
 
 
 def _backward(
@@ -195,19 +201,21 @@ def _backward(
     saved: tuple[Any, ...],
     cotangents: tuple[Float[Array, "B T N r"], Float[Array, ""]],
 ) -> tuple[Any, ...]:
-    *arrays, gradients = saved
+    *arrays, of_index = saved
     d_mixed, d_loss = cotangents
     specs = _specs(options, rows)
     run = map_shards(
         partial(_local_backward, options=options),
         (
-            *(specs.heads, specs.batch, specs.seen),
+            *(specs.heads, specs.batch),
             *(specs.heads, specs.heads, specs.blocks, specs.heads),
         ),
         (specs.heads, specs.batch),
     )
     d_query, d_key = run(*arrays, d_mixed)
-    d_index = IndexArrays(*((d_loss * array).astype(array.dtype) for array in gradients))
+    if of_index is None:  # a None is a cotangent of zeros
+        return d_query, d_key, None, None, None
+    d_index = IndexArrays(*((d_loss * array).astype(array.dtype) for array in of_index))
     return d_query, d_key, d_index, None, None
 
 
@@ -222,7 +230,7 @@ class _Blocks:
 
     def __init__(self, tokens: int, run: int):
         self.tokens, self.run, self.runs = tokens, run, tokens // run
-        self.per_run = -(-run // _BITS)
+        self.per_run = -(-run // SELECTION_BLOCK)
         self.size = -(-run // self.per_run)
 
     def split(self, x: Shaped[Array, "B T *dims"], fill: float = 0) -> Shaped[Array, "i B t *dims"]:
@@ -290,7 +298,7 @@ def _local_forward(
     d_key, (mixed, log_sum, members, loss, *d_tokens) = lax.scan(of_block, d_key, operands)
     mixed, log_sum = blocks.merge(mixed), blocks.merge(log_sum)
     if counts is None:
-        return mixed, log_sum, members, jnp.zeros(()), jax.tree.map(jnp.zeros_like, index)
+        return mixed, log_sum, members, jnp.zeros(()), index
     d_query, d_weights = map(blocks.merge, d_tokens)
     gradients = IndexArrays(d_query, _sum(d_key, options.index_axis), d_weights)
     return mixed, log_sum, members, loss.sum(), gradients
@@ -299,7 +307,6 @@ def _local_forward(
 def _local_backward(
     query: Float[Array, "B T N h"],
     key: Float[Array, "B S h"],
-    seen: _Tokens,
     mixed: Float[Array, "B T N r"],
     log_sum: Float[Array, "B T N"],
     members: UInt32[Array, "i B S"],
@@ -308,7 +315,6 @@ def _local_backward(
     options: SparseOptions,
 ) -> tuple[Array, Array]:
     """Return the gradients of the queries and keys."""
-    del seen
     blocks = _Blocks(query.shape[1], options.run)
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
 
@@ -391,19 +397,22 @@ def _ordered_bits(x: Float[Array, "*dims"]) -> UInt32[Array, "*dims"]:
 def largest_keys(scores: Float[Array, "B t S"], count: int) -> Bool[Array, "B t S"]:
     """Return a mask of the `count` largest entries along the last dim; earlier entries win ties.
 
-    The threshold is found bit by bit. On TPUs, this is faster than sorting long rows.
+    The digits of the threshold are found one by one, by counting the larger entries for each value
+    of a digit. On TPUs, this is faster than sorting long rows.
     """
     if scores.shape[-1] <= count:
         return jnp.ones(scores.shape, bool)
     ordered = _ordered_bits(scores)
 
-    def set_bit(number: Array, threshold: Array) -> Array:
-        larger = threshold | (jnp.uint32(1) << (31 - number).astype(jnp.uint32))
-        enough = (ordered >= larger).sum(-1, keepdims=True, dtype=jnp.int32) >= count
-        return jnp.where(enough, larger, threshold)
+    def next_digit(number: Array, threshold: Array) -> Array:
+        shift = (32 - _DIGIT * (number + 1)).astype(jnp.uint32)
+        larger = (threshold | (jnp.uint32(digit) << shift) for digit in range(1, 2**_DIGIT))
+        counts = ((ordered >= each).sum(-1, keepdims=True, dtype=jnp.int32) for each in larger)
+        digit = sum((total >= count).astype(jnp.uint32) for total in counts)
+        return threshold | (digit << shift)
 
     start = jnp.zeros((*scores.shape[:-1], 1), jnp.uint32)
-    threshold = lax.fori_loop(0, 32, set_bit, mark_varying(start))
+    threshold = lax.fori_loop(0, 32 // _DIGIT, next_digit, mark_varying(start))
     selected = ordered >= threshold
     excess = selected.sum(-1, dtype=jnp.int32) > count
 
@@ -476,7 +485,7 @@ def _for_chunks(
         )
         return run(_Chunk(places, (members[:, None] >> bits) & 1 == 1), state)
 
-    mean = min(-(-int(_UNION * top_k) // size), padded // size)
+    mean = min(-(-int(UNION * top_k) // size), padded // size)
     with jax.named_scope(scopes.trips(mean)):
         return lax.fori_loop(0, selection.chunks, body, mark_varying(start))
 

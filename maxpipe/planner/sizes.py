@@ -26,6 +26,7 @@ from maxpipe.models.count import (
     packed_documents,
     scored_keys,
     scored_pairs,
+    selection_words,
     tokens_before,
 )
 from maxpipe.models.layers.attention import Attention
@@ -438,6 +439,8 @@ class ActivationSizes:
         num_bytes = (wide * 4 + narrow * size + other) * self.stored_scores(part)
         narrow, wide, other = held.shared_pairs
         num_bytes += (wide * 4 + narrow * size + other) * self.shared_pairs(part)
+        words = selection_words(tokens, mesh.axes["context"]) if held.selections else 0
+        num_bytes += 4 * held.selections * self.batch.microbatch_size * words
         for width, arrays in ((size, held.compute_dtype), (4, held.float32), (1, held.one_byte)):
             num_bytes += width * elements(arrays)
         num_bytes += size * elements(held.blocks) * scored_keys(tokens) / tokens

@@ -83,11 +83,21 @@ BASE = ["deepseek-v3.2", "train.steps=1"]
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
-        (["mesh.ici_context=2"], "mesh.ici_context", "its indexer needs all tokens"),
+        (
+            ["mesh.ici_context=2", "model.deepseek_v32.indexer_stage=dense"],
+            "mesh.ici_context",
+            "the loss of the indexer needs all tokens",
+        ),
+        (
+            ["mesh.ici_context=2", "mesh.context_attention=ulysses"],
+            "mesh.context_attention",
+            "must be auto or all_gather",
+        ),
+        (["mesh.ici_context=2", "model.attention=xla"], "model.attention", "auto or blockwise"),
         (["model.deepseek_v32.index_head_dim=32"], "index_head_dim", "must be at least"),
         (["model.deepseek_v32.q_lora_rank=0"], "q_lora_rank", "must be at least 1"),
         (["model.attention=splash"], "model.attention", "does not support index topk"),
-        (["model.attention=blockwise"], "model.attention", "does not support index topk"),
+        (["model.attention=cudnn"], "model.attention", "does not support index topk"),
         (
             [f"model.deepseek_v32.{x}" for x in ("indexer_stage=dense", "indexer_loss_weight=0")],
             "indexer_loss_weight",

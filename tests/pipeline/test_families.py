@@ -377,6 +377,7 @@ CASES = [
             (V32, Case(2, 2, 3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v")),
             (GLM5, Case(2, 1, 5, layers=6, schedule="zb_h1", remat="none", context=2, tensor=2)),
             (V32, Case(2, 2, 4, layers=7, context=2, data=2, remat="chunk", idle="compute")),
+            (V32, Case(2, 1, 3, layers=5, tensor=2, split="sequence", context=2, dropout=0.3)),
         )
     ),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),

@@ -190,10 +190,10 @@ class LatentAttention(Part):
             "heads",
             mean,
             INDEX_TOPK if self.is_sparse else "",
-            storage=score_storage(self.backend),
-            query=self._query,
-            keys=(self._query, self._value),
-            mixed=self._value,
+            storage="none" if self.is_absorbed else score_storage(self.backend),
+            query=self._absorbed_query if self.is_absorbed else self._query,
+            keys=(self._shared_key,) if self.is_absorbed else (self._query, self._value),
+            mixed=self._context,
         )
         selecting = () if self.indexer is None else self.indexer.operations
         outside = ("norm", "out", *(() if self.indexer is None else self.indexer.params))
@@ -214,10 +214,16 @@ class LatentAttention(Part):
     def backward_peak(self) -> Held:
         """Return the score and the probability of each token pair.
 
+        Sparse attention computes few pairs at once, and holds the gradients of its inputs.
         Blockwise attention adds block-ordered copies of the attention inputs. Kernels that need a
         dense mask add gradient arrays for each packed document.
         """
         held = NOTHING if self.indexer is None else self.indexer.backward_peak
+        if self.is_absorbed:
+            wide = (1.0, self._absorbed_query), (1.0, self._shared_key)
+            return Held(
+                compute_dtype=((1.0, self._absorbed_query), (1.0, self._context)), float32=wide
+            )
         if score_storage(self.backend) == "mask":
             return held + Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
         held += Held(pairs=(1.0, 1.0, 0.0))
@@ -238,13 +244,20 @@ class LatentAttention(Part):
         narrow = ((1.0, self._width), (1.0, self._query), (1.0, self._value))
         keys = ((1.0, self._query), (1.0, self._value))
         turned, heads = (2.0, ((self.rope_size, ""),)), ((self.num_heads, "heads"),)
-        if score_storage(self.backend) == "scores":
+        if self.is_absorbed:
+            queries = (1.0, self._absorbed_query), (1.0, self._unrotated)
+            inputs = (1.0, self._width), (1.0, self._shared_key), *queries
+            held = Held(compute_dtype=(*inputs, (1.0, self._context), (1.0, self._value)))
+            held += Held(float32=(turned, (1.0, heads)), selections=1)
+        elif score_storage(self.backend) == "scores":
             wide, pairs = (turned, (2.0, heads)), (1.0, 1.0, 1.0)
             held = Held(compute_dtype=narrow, float32=wide, blocks=keys, pairs=pairs)
         else:
             held = Held(compute_dtype=(*narrow, *keys), float32=(turned, (1.0, heads)))
         for norm, dims in self._normed:
-            held += norm.residuals_of((), dims) + Held(compute_dtype=((1.0, dims),))
+            held += norm.residuals_of((), dims)
+            if dims != self._latent or not self.is_absorbed:  # latents are part of the shared key
+                held += Held(compute_dtype=((1.0, dims),))
         return held if self.indexer is None else held + self.indexer.residuals
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -252,15 +265,19 @@ class LatentAttention(Part):
         that the norms save.
         """
         del normed
-        unrotated = ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
         turned = ((self.rope_size, "head_dim"),)
         width = (1.0 if recomputed else 2.0, self._width)
         held = Held(compute_dtype=(width, (2.0, self._value)))
-        held += Held(compute_dtype=((1.0, self._query), (1.0, unrotated), (1.0, turned)))
+        held += Held(compute_dtype=((1.0, self._query), (1.0, self._unrotated)))
+        if self.is_absorbed:
+            key = self._shared_key if recomputed else turned
+            held += Held(compute_dtype=((2.0, self._context), (1.0, key)))
+        else:
+            held += Held(compute_dtype=((1.0, self._latent), (1.0, turned)))
         for norm, dims in self._normed:
             # If `recomputed` is set, the input of each norm is counted instead of its output.
             held += norm.deferred_of((), dims, recomputed=recomputed)
-            held += Held(compute_dtype=((2.0, dims),))
+            held += Held(compute_dtype=((1.0 if dims == self._latent else 2.0, dims),))
         return held if self.indexer is None else held + self.indexer.deferred(recomputed=recomputed)
 
     @property
@@ -284,6 +301,18 @@ class LatentAttention(Part):
     @property
     def _query(self) -> Dims:
         return ((self.num_heads, "heads"), (self.head_dim, "head_dim"))
+
+    @property
+    def _unrotated(self) -> Dims:
+        return ((self.num_heads, "heads"), (self.rest_size, "head_dim"))
+
+    @property
+    def _absorbed_query(self) -> Dims:
+        return ((self.num_heads, "heads"), (self.rope_size + self.rank, "head_dim"))
+
+    @property
+    def _shared_key(self) -> Dims:
+        return ((self.rope_size + self.rank, "head_dim"),)
 
     @property
     def _context(self) -> Dims:
