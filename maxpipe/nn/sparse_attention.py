@@ -148,7 +148,7 @@ class _Specs(NamedTuple):
 
     heads: PartitionSpec
     batch: PartitionSpec
-    index: IndexArrays
+    index_arrays: IndexArrays
     seen: _Tokens
     blocks: PartitionSpec
 
@@ -180,8 +180,8 @@ def _forward(
 
     run = map_shards(
         run,
-        (specs.heads, specs.batch, specs.index, specs.seen, specs.batch),
-        (specs.heads, specs.heads, specs.blocks, PartitionSpec(), specs.index),
+        (specs.heads, specs.batch, specs.index_arrays, specs.seen, specs.batch),
+        (specs.heads, specs.heads, specs.blocks, PartitionSpec(), specs.index_arrays),
     )
     mixed, log_sum, members, loss, gradients = run(query, key, index, seen, counts)
     # All three arrays have checkpoint names, so that the backward pass does not repeat the forward

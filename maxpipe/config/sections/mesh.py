@@ -23,6 +23,7 @@ from maxpipe.config.rules import (
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, has_experts, layer_parts
 from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import Bound
+from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Param
@@ -111,7 +112,8 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
             "tokens of a sequence on one device.",
             f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
         )
-    indexers = [part for part in layer_parts(config) if getattr(part, "indexer", None)]
+    parts = (part for part in layer_parts(config) if isinstance(part, LatentAttention))
+    indexers = [part for part in parts if part.indexer is not None]
     if any(not part.is_sparse for part in indexers):
         yield RuleViolation(
             Code.MESH_UNSUPPORTED,
