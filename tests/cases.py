@@ -106,6 +106,8 @@ class Case:
     """Number of tokens per block of the loss: `pipeline.loss_block_tokens`."""
     sources: int = 0
     """Number of mixture sources. One source has no sequence, and one sequence has no source."""
+    images: int = 0
+    """Maximum number of images per sequence: `data.max_images_per_sequence`."""
     by_three: bool = False
     """If true, all sizes except the number of heads are divisible by 3 and not by 2."""
 
@@ -258,6 +260,7 @@ def steps_of(
         byte_lengths=np.ones(config.vocab_size, np.int32),
         num_sources=case.sources,
         objective=objective,
+        max_images=case.images,
     )
 
 
@@ -293,7 +296,11 @@ def batch_of(rows: int, step: int = 0, case: Case = _ORDINARY) -> dict[str, np.n
     ids = random.integers(0, case.model.vocab_size, (rows, tokens + 1), np.int32)
     cut = random.integers(1, tokens, (rows, 1))
     place = np.arange(tokens, dtype=np.int32)
-    mask, of_sources = (place != cut - 1).astype(np.float32), {}
+    of_sources: dict[str, np.ndarray] = {}
+    images = _images_of(rows, random, case, ids, cut) if case.images else {}
+    mask = (place != cut - 1).astype(np.float32)
+    if images:
+        mask[ids[:, 1:] == case.own.image_token_id] = 0
     if case.sources:
         sources = random.integers(0, case.sources - 1, rows, np.int32)
         sources[0], mask[0] = -1, 0  # padding
@@ -306,7 +313,28 @@ def batch_of(rows: int, step: int = 0, case: Case = _ORDINARY) -> dict[str, np.n
         "loss_mask": mask,
         "example_ids": np.arange(rows, dtype=np.int32),
         **of_sources,
+        **images,
     }
+
+
+def _images_of(rows: int, random: Any, case: Case, ids: Any, cut: Any) -> dict[str, np.ndarray]:
+    """Return random images, and write their tokens into the second document of each sequence.
+
+    Sequences have from 0 to `case.images` images.
+    """
+    own, tokens = case.own, case.tokens
+    size, shape = own.tokens_per_image, (rows, case.images, *(own.image_size,) * 2, 3)
+    left = np.zeros((rows, tokens + 1), np.int32)
+    images = random.integers(0, 256, shape, np.uint8)
+    for row in range(rows):
+        count = row % (case.images + 1)
+        images[row, count:] = 0
+        for number in range(count):
+            begin = tokens - (number + 1) * (size + 1)
+            left[row, begin : begin + size] = np.arange(size, 0, -1)
+        cut[row] = min(cut[row, 0], tokens - count * (size + 1) - 1)
+    ids[left > 0] = own.image_token_id
+    return {"images": images, "image_tokens_left": left[:, :-1]}
 
 
 def buffer_bytes(steps: Steps) -> dict[str, int]:

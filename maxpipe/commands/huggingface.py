@@ -36,7 +36,7 @@ def _import(options: argparse.Namespace) -> int:
             scale, ratio = options.router_scale, options.drop_ratio
             import_upcycled(*files, UpcycleOptions(inputs, scale, ratio))
         else:
-            import_folder(*files)
+            import_folder(*files, images=options.images)
     return ExitCode.DONE
 
 
@@ -58,6 +58,9 @@ def _check_import(options: argparse.Namespace) -> None:
     if is_maxtext and options.upcycle:
         rule = "requires a Hugging Face folder with a dense model."
         raise error("--upcycle", None, rule, "Omit --upcycle, or use a Hugging Face folder.")
+    if options.images and (is_maxtext or options.upcycle):
+        rule = "requires a Hugging Face folder, without --upcycle."
+        raise error("--images", None, rule, "Omit --images.")
     of_maxtext = {"--config": options.config, "--rope": options.rope != "auto"}
     if options.upcycle:
         del of_maxtext["--config"]
@@ -208,6 +211,11 @@ def _add_import(commands: Commands) -> None:
         default="auto",
         help="storage of rotated pairs of dims in a MaxText checkpoint: adjacent, or in two halves "
         "(default: auto, interleaved for Llama 3.1 and YaRN)",
+    )
+    incoming.add_argument(
+        "--images",
+        action="store_true",
+        help="also import the vision tower of a Gemma 3 model, to train and generate with images",
     )
     incoming.add_argument(
         "--upcycle",

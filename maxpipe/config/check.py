@@ -25,6 +25,8 @@ from maxpipe.config.translation import infer_source
 from maxpipe.errors import Code, ConfigError, Problem, RuleViolation
 from maxpipe.io import redact
 from maxpipe.io.files import accelerators
+from maxpipe.models.param_names import trained
+from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import MESH_AXES, device_count_rule
 
 DEFAULT = "default"
@@ -72,9 +74,22 @@ def check_training(
     if {"alerts.command", "alerts.allow_code"}.isdisjoint(skip):
         problems += _problems(check_alert_permission(config), config, origins)
     problems += _check_adapter_base(config, origins, skip)
+    problems += _check_vision_tower(config, origins)
     if {"train.steps", "train.tokens"}.isdisjoint(skip):
         problems += find_missing_length(config, origins)
     return problems + _check_vocabulary(config, origins, skip)
+
+
+def _check_vision_tower(config: Config, origins: Mapping[str, str]) -> list[Problem]:
+    """Return an error if the vision tower would be trained without images."""
+    if config.data.max_images_per_sequence or config.adapter.rank:
+        return []
+    if not any(name.startswith("vision.") for name in trained(describe(config.model))):
+        return []
+    rule = "must be above 0, because the vision tower is trained but would receive no images."
+    action = "Set data.max_images_per_sequence=1, or freeze the tower: model.frozen=[vision.*]."
+    violation = RuleViolation(Code.MODEL_IMAGES, "data.max_images_per_sequence", rule, action)
+    return _problems([violation], config, origins)
 
 
 def find_mesh_mismatch(config: Config, origins: Mapping[str, str]) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from maxpipe.config.sections.model import family_section
 from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface import quantization
 from maxpipe.huggingface.quantization import Quantization
+from maxpipe.huggingface.tensor_layouts import composite_name
 from maxpipe.io.files import read
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
@@ -32,11 +33,12 @@ from maxpipe.models.huggingface import (
     Theirs,
     Twice,
     UnsupportedError,
+    VisionTable,
     Whole,
     an_object,
     written,
 )
-from maxpipe.models.registry import FAMILIES
+from maxpipe.models.registry import FAMILIES, describe
 
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _TYPES = Twice("dtype", "torch_dtype")
@@ -390,8 +392,8 @@ class ModelDescription:
         return model_of(self.section, FILE)
 
 
-def read_description(folder: Path) -> ModelDescription:
-    """Read the `config.json` in a folder.
+def read_description(folder: Path, *, images: bool = False) -> ModelDescription:
+    """Read the `config.json` in a folder. `images` includes the vision tower of the model.
 
     Raises:
         ConfigError: the file cannot be read, or no family supports the model.
@@ -409,6 +411,15 @@ def read_description(folder: Path) -> ModelDescription:
             "Use a folder written by save_pretrained, or a snapshot from the Hugging Face hub.",
         ) from error
     table, whole, family = _table(path, content)
+    outer = content
+    if images and (whole is None or whole.vision is None):
+        raise ConfigError.one(
+            Code.HF_UNSUPPORTED,
+            f"{path}: architectures",
+            json.dumps(content.get("architectures"))[:200],
+            "must be a model with a vision tower that maxpipe supports, to use images.",
+            "Use a Gemma3ForConditionalGeneration folder, or import the model without images.",
+        )
     if whole is not None:
         inner = content.get(whole.section)
         if not isinstance(inner, dict):
@@ -427,6 +438,9 @@ def read_description(folder: Path) -> ModelDescription:
         raise _conversion_error(str(path), table, error) from error
     content = found.content
     ours = _read(path, table, content)
+    if images and whole is not None and whole.vision is not None:
+        ours |= _read_vision(path, table, whole, whole.vision, outer)
+        table = composite_table(table, whole, whole.vision)
     section: dict[str, Any] = {"family": family, family: {}}
     for name, value in ours.items():
         *outer, key = name.split(".")
@@ -441,6 +455,39 @@ def read_description(folder: Path) -> ModelDescription:
     model_of(section, str(path))  # raises ConfigError if the section violates a rule
     return ModelDescription(
         table, section, kept, unknown, whole, tuple(found.differences), quantized
+    )
+
+
+def _read_vision(
+    path: Path, table: HuggingFace, whole: Whole, vision: VisionTable, content: Theirs
+) -> dict[str, Any]:
+    """Return maxpipe's values for the vision tower of a composite model."""
+    inner = content.get(_VISION_SECTION)
+    if not isinstance(inner, dict):
+        rule = f"must be an object: the config of the vision tower of {whole.architecture}."
+        raise ConfigError.one(
+            Code.HF_FOLDER, f"{path}: {_VISION_SECTION}", json.dumps(inner)[:200], rule, _COPY
+        )
+    if inner.get("model_type", vision.model_type) != vision.model_type:
+        raise ConfigError.one(
+            Code.HF_UNSUPPORTED,
+            f"{path}: {_VISION_SECTION}.model_type",
+            json.dumps(inner["model_type"])[:200],
+            f"must be {vision.model_type!r} in a {whole.architecture}.",
+            "Use a model whose vision tower has this type, or import the model without images.",
+        )
+    named = replace(table, architecture=whole.architecture)
+    ours = _read(path, replace(named, keys=vision.keys), inner)
+    return ours | _read(path, replace(named, keys=vision.outer_keys), content)
+
+
+def composite_table(table: HuggingFace, whole: Whole, vision: VisionTable) -> HuggingFace:
+    """Return the conversion table of a composite model with a vision tower."""
+    return replace(
+        table,
+        architecture=whole.architecture,
+        model_type=whole.model_type,
+        tensors=(*table.tensors, *vision.tensors),
     )
 
 
@@ -467,6 +514,7 @@ def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:
     return load([], {**others, "model": section}, where).config.model
 
 
+TEXT_SECTION, _VISION_SECTION = "text_config", "vision_config"
 _COPY = "Copy config.json again from the model's source."
 
 
@@ -571,9 +619,15 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
     ours = values(config)
     family = FAMILIES[config.family]
     last: ConfigError | None = None
+    has_images = describe(config).ends.vision is not None
     for table in family.huggingface:
         try:
-            return table, written(table.keys, ours)
+            text = written(table.keys, ours)
+            if not has_images:
+                return table, text
+            for whole in table.containers:
+                if (vision := whole.vision) is not None:
+                    return _with_vision(table, whole, vision, text, ours)
         except UnsupportedError as error:
             last = ConfigError.one(
                 Code.HF_EXPORT,
@@ -594,6 +648,21 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
     )
 
 
+def _with_vision(
+    table: HuggingFace, whole: Whole, vision: VisionTable, text: dict[str, Any], ours: Ours
+) -> tuple[HuggingFace, dict[str, Any]]:
+    """Return the table and the config.json values of a composite model for an export."""
+    composite = composite_table(table, whole, vision)
+    tensors = (replace(row, theirs=composite_name(row.theirs)) for row in composite.tensors)
+    said: dict[str, Any] = {
+        whole.section: {"model_type": table.model_type, **text},
+        _VISION_SECTION: {"model_type": vision.model_type, **written(vision.keys, ours)},
+        **written(vision.outer_keys, ours),
+        _TIED: text.get(_TIED, True),
+    }
+    return replace(composite, tensors=tuple(tensors)), said
+
+
 def _exportable_families() -> Iterator[str]:
     return (each.name for each in FAMILIES.values() if each.huggingface)
 
@@ -612,6 +681,9 @@ def to_json(
         if isinstance(row, Kept) and row.theirs in found
     }
     about = {"architectures": [table.architecture], "model_type": table.model_type}
+    said = {
+        name: {**others, **value} if name == TEXT_SECTION else value for name, value in said.items()
+    }
     # Which of the dtype keys is read depends on the transformers release.
     types = dict.fromkeys(_DTYPES, dtype)
     return json.dumps({**about, **types, **others, **said}, indent=2) + "\n"

@@ -35,7 +35,7 @@ from maxpipe.data.chat_spec import ChatSpec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface import mapping
-from maxpipe.huggingface.config_json import FILE, table_for, to_json
+from maxpipe.huggingface.config_json import FILE, TEXT_SECTION, table_for, to_json
 from maxpipe.huggingface.folder import INDEX, SINGLE, HuggingFaceFolder
 from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
 from maxpipe.huggingface.mapping import (
@@ -137,6 +137,8 @@ def export(
         files = shard_tensors(both, types, shard_bytes, scales)
         names = _write_tensors(chosen, both, files, here, report, scales)
         kept, trained = _imported_config(chosen.tokenizer_folders), _trained_tokenizer(chosen, say)
+        if TEXT_SECTION in said:
+            kept = {**kept.get(TEXT_SECTION, {}), **kept}
         most = next(name for name, short in TYPES.items() if short == _most_common_dtype(types))
         kept |= trained.in_config(kept) if EOS_KEY in kept else {}
         said |= scales.config if scales else {}

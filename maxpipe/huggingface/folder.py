@@ -61,6 +61,8 @@ _UNKNOWN_LENGTH = 2048
 """Default sequence length in tokens, used if config.json has none."""
 _SEPARATE_MTP = "mtp."
 """Prefix of the names of multi-token prediction tensors that are not numbered as layers."""
+_VISION_HEAD = "vision_tower.head.*"
+"""Tensors of the pooling head of a vision tower, whose output vision-language models do not use."""
 _VOCAB = ("vocab", "layer_vocab")
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -340,10 +342,12 @@ def _layer_and_expert(piece: TensorSlice) -> tuple[int, ...]:
     return tuple(index for index in piece.at if isinstance(index, int))
 
 
-def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFolder:
+def open_folder(
+    folder: str, where: str = "command line: DIR", *, images: bool = False
+) -> HuggingFaceFolder:
     """Open a model folder and check the headers of its weight files.
 
-    `where` is the command-line option that error messages name.
+    `where` is the command-line option that error messages name. `images` includes the vision tower.
 
     Raises:
         ConfigError: the folder has no supported model, or its tensors do not match config.json.
@@ -361,7 +365,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
         )
     if not (path / FILE).exists() and (error := safetensors.adapter_error(path)) is not None:
         raise error
-    said = read_description(path)
+    said = read_description(path, images=images)
     files_of = _tensors(path)
     present: Mapping[str, TensorReader] = files_of
     if said.quantization is not None:
@@ -373,7 +377,8 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     patterns = (
         *said.table.unused,
         *_undeclared_mtp_patterns(said, known.values()),
-        *(said.whole.other_tensors if said.whole else ()),
+        *(said.whole.other_tensors if said.whole and not images else ()),
+        *((_VISION_HEAD,) if images else ()),
     )
     for name, table_name in known.items():
         if any(fnmatchcase(n, pattern) for pattern in patterns for n in (name, table_name)):

@@ -105,18 +105,20 @@ def import_folder(
     say: MessageCallback,
     report: ProgressCallback = ignore_progress,
     convert: Callable[[HuggingFaceFolder], ConvertedModel] = convert_unchanged,
+    *,
+    images: bool = False,
 ) -> None:
     """Write `<out>/checkpoints/0`, the tokenizer files, and a config.yml for runs that start from
     this checkpoint.
 
     `say` receives messages for the user, and `report` receives the progress in megabytes. `convert`
-    returns the model to write.
+    returns the model to write. `images` includes the vision tower.
 
     Raises:
         ConfigError: the folder does not contain a supported model, or `out` already exists.
         StorageError: `out` cannot be written.
     """
-    source = open_folder(folder)
+    source = open_folder(folder, images=images)
     for line in describe_source(source):
         say(line)
     model = convert(source)

@@ -118,7 +118,8 @@ class CheckpointAdapters:
         """Open the base model: a Hugging Face folder, or the folder of a checkpoint step."""
         address = self.base_record["address"]
         if (folder := folder_of(address)) is not None:
-            return open_folder(folder, "base").with_layer_types(self.config.model)
+            images = self._model.ends.vision is not None
+            return open_folder(folder, "base", images=images).with_layer_types(self.config.model)
         run = parse_address(address)
         steps = CheckpointFolder(os.path.join(run.home, CHECKPOINTS))
         return steps / resolve_step(steps, run)

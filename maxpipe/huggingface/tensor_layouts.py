@@ -24,6 +24,10 @@ _PARTS = "embed_tokens|layers|norm|rotary_emb"
 _PARTS += "|embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm"
 _BODY = re.compile(rf"{_ROOTS}((?:{_PARTS})\..*)", re.DOTALL)
 _HEAD = re.compile(rf"{_ROOTS}(lm_head\..*)", re.DOTALL)
+_VISION = re.compile(
+    r"(?:model\.)*(vision_tower\.|multi_modal_projector\.)(?:vision_model\.)?(.*)", re.DOTALL
+)
+_TEXT_PREFIX, _TOWER = "language_model.", "vision_tower."
 
 _FUSED = (
     (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
@@ -63,7 +67,20 @@ def canonical(name: str) -> str:
         return f"model.{body[1]}"
     if head := _HEAD.fullmatch(name):
         return head[1]
+    if vision := _VISION.fullmatch(name):
+        return vision[1] + vision[2]
     return name
+
+
+def composite_name(name: str) -> str:
+    """Return the name of a tensor in published vision-language models, given its name in a
+    conversion table.
+    """
+    if name.startswith("multi_modal_projector."):
+        return name
+    if name.startswith(_TOWER):
+        return f"{_TOWER}vision_model.{name.removeprefix(_TOWER)}"
+    return f"{_TEXT_PREFIX}{name}"
 
 
 def adapt_table(

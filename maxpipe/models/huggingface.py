@@ -312,8 +312,20 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class VisionTable:
+    """Conversion tables of the vision tower in a composite model."""
+
+    model_type: str
+    keys: tuple[Row, ...]
+    """Rows for `vision_config`."""
+    outer_keys: tuple[Row, ...]
+    """Rows for the other keys of the composite model."""
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
 class Whole:
-    """A composite model that contains this model as a component. Only imports support it."""
+    """A composite model that contains this model; exports need its vision table."""
 
     architecture: str
     section: str
@@ -324,6 +336,7 @@ class Whole:
     inner_type: str = ""
     """`model_type` of the component's config, if the composite model can have components of other
     types."""
+    vision: VisionTable | None = None
 
 
 @dataclass(frozen=True)

@@ -540,6 +540,8 @@ class Ends:
     final_logit_softcapping: float = 0.0
     """Soft cap on the scaled logits: `cap * tanh(logits / cap)`. 0 disables the cap."""
     mtp: Ahead | None = None
+    vision: Any = None
+    """`VisionTower` that computes the embeddings of images, or None."""
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """Storage paths of the frozen parameters."""
     num_streams: int = 1
@@ -558,6 +560,7 @@ class Ends:
         if self.mtp is not None:
             params |= {("ahead", *name): param for name, param in self.mtp.params.items()}
         params |= {} if self.head is None else {("head",): self.head}
+        params |= {} if self.vision is None else self.vision.params
         return {name: _unless(param, name in self.frozen) for name, param in params.items()}
 
     @property
@@ -634,9 +637,7 @@ class Model:
 
     @cached_property
     def losses(self) -> Mapping[str, float]:
-        """Return the coefficients of the scalar losses of all layers. The coefficients of the heads
-        are in `ends`.
-        """
+        """Return the coefficients of the scalar losses of all layers, without those in `ends`."""
         losses: dict[str, float] = {}
         for layer_type in self.layer_types.values():
             losses |= layer_type.losses
@@ -654,9 +655,8 @@ class Model:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the descriptions of the sublayers (`Part.note`), without duplicates."""
-        parts = (
-            part for layer_type in self.layer_types.values() for part in layer_type.parts.values()
-        )
+        types = self.layer_types.values()
+        parts = (part for layer_type in types for part in layer_type.parts.values())
         return tuple(dict.fromkeys(part.note for part in parts if part.note))
 
     @cached_property

@@ -22,6 +22,7 @@ from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel import scopes
+from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT
 from maxpipe.parallel.collectives import (
     FULL_SEGMENT_IDS,
     full_sequence_length,
@@ -310,6 +311,8 @@ class Attention(SpecModule):
             scale=part.scale,
             soft_cap=part.soft_cap,
             sinks=self.sinks[...] if part.sinks else None,
+            image_tokens_left=inputs.get(IMAGE_TOKENS_LEFT) if part.image_tokens else None,
+            image_tokens=part.image_tokens,
         )
         if context.recorder is not None:
             context.recorder.record_attention(query, key, mask)

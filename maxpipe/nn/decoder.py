@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int, Key, UInt8
 
 from maxpipe.models import spec
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.layers.vision import VISION
 from maxpipe.models.param_names import unflatten
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Param, Part
@@ -29,8 +30,11 @@ from maxpipe.nn.adapters import apply_adapters, complete_params
 from maxpipe.nn.block import Block, norm_module, sublayer_module
 from maxpipe.nn.hyper_connections import spread
 from maxpipe.nn.module import LayerContext, Output, make_quantizer
+from maxpipe.nn.vision import image_embeddings
 from maxpipe.parallel import stochastic_rounding
+from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT, IMAGES
 from maxpipe.parallel.collectives import Statistic, local_positions
+from maxpipe.parallel.image_splice import splice_images
 from maxpipe.parallel.sharding import AxisRules, shard_embeddings_by_batch
 
 _Name = TypeVar("_Name", bound=Hashable)
@@ -83,7 +87,7 @@ def normal_approximation(
 
 MTP = "ahead"
 """Key under which the parameters and statistics of multi-token prediction heads are stored."""
-_STREAMS = {"embedding": 1, "head": 2, MTP: 3, "final_norm": 4}
+_STREAMS = {"embedding": 1, "head": 2, MTP: 3, "final_norm": 4, VISION: 5}
 """Index of the random stream for each parameter outside the layers. The layers use stream 0."""
 
 Params = dict[str, Any]
@@ -150,12 +154,16 @@ class Decoder:
     def init_outer(self, key: Key[Array, ""]) -> Params:
         """Initialize all parameters that do not belong to layers."""
         params: dict[tuple[str, ...], Array] = {}
-        for name, param in self.model.ends.params.items():
-            if name[0] != MTP:
+        ends = self.model.ends
+        for name, param in ends.params.items():
+            if name[0] not in (MTP, VISION):
                 stream = jax.random.fold_in(key, _STREAMS.get(name[0], 1))
                 params |= init_params({name: param}, stream, self._param_dtype)
+        if ends.vision is not None:
+            stream = jax.random.fold_in(key, _STREAMS[VISION])
+            params |= init_params(ends.vision.params, stream, self._param_dtype)
         outer = unflatten(params)
-        if (mtp := self.model.ends.mtp) is not None:
+        if (mtp := ends.mtp) is not None:
             base = jax.random.fold_in(key, _STREAMS[MTP])
             keys = jax.vmap(partial(jax.random.fold_in, base))(jnp.arange(mtp.num_heads))
             draw = partial(init_params, mtp.params_of_one, dtype=self._param_dtype)
@@ -266,6 +274,25 @@ class Decoder:
         }
 
     # Embedding and output heads.
+
+    def embed_batch(self, params: Params, batch: Params) -> Float[Array, "B T W"]:
+        """Return the input of the first layer: token embeddings and, if the batch has images, image
+        embeddings.
+        """
+        x = self.embed(params["embedding"], batch["tokens"])
+        if IMAGES in batch:
+            features = self.image_features(params, batch[IMAGES])
+            x = splice_images(x, features, batch[IMAGE_TOKENS_LEFT])
+        return x
+
+    def image_features(
+        self, params: Params, images: UInt8[Array, "B N S S 3"]
+    ) -> Float[Array, "B F D"]:
+        """Return the embeddings of all images of each sequence, in the compute dtype."""
+        tower, (rows, count) = self.model.ends.vision, images.shape[:2]
+        flat = images.reshape(rows * count, *images.shape[2:])
+        features = image_embeddings(tower, params[VISION], flat, self._dtype)
+        return features.reshape(rows, count * tower.tokens_per_image, -1)
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """Return the input of the first layer: token embeddings in the compute dtype, copied to all
@@ -400,7 +427,7 @@ class Decoder:
         self, params: Params, batch: Params, key: LayerKey
     ) -> tuple[Array, dict[str, Array], dict[str, Statistics]]:
         """Return the last layer's output, and the losses and statistics of all layers."""
-        x = self.embed(params["embedding"], batch["tokens"])
+        x = self.embed_batch(params, batch)
         losses: dict[str, Array] = {}
         statistics: dict[str, list[Statistics]] = {name: [] for name in self.model.layer_types}
         for layer_type, stack, numbers in self._layer_runs(params["layers"]):
@@ -521,7 +548,7 @@ class Decoder:
         `last` limits logits to that many tokens at the end of each sequence; 0 returns the logits
         of all tokens.
         """
-        x, extended = self.embed(params["embedding"], batch["tokens"]), []
+        x, extended = self.embed_batch(params, batch), []
         layers = zip(self.model.layers, self.by_layer(params)["layers"], caches, strict=True)
         for number, (layer_type, layer, cache) in enumerate(layers):
             x, cache = self.decode_layer(layer_type, layer, x, batch, jnp.asarray(number), cache)

@@ -19,7 +19,7 @@ from maxpipe.io.typed_json import renamed_from
 
 LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "norm"),
-    *("ahead", "latent", "expert_embed", "routes", "sequence", "lora", "layer_vocab"),
+    *("ahead", "latent", "expert_embed", "routes", "sequence", "lora", "layer_vocab", "vision"),
 )
 """Logical names that model code assigns to the dims of its arrays."""
 
@@ -41,6 +41,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "lora": (),
     "ahead": (),
+    "vision": (),
     "latent": ("fsdp", "expert", "context"),
     "sequence": (),  # activations between a layer's matmuls: see `SequenceParallel`
 }

@@ -21,6 +21,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
+from maxpipe.parallel.batch_arrays import IMAGE_FEATURES
 from maxpipe.parallel.collectives import (
     broadcast_from,
     gather_sequences,
@@ -76,6 +77,8 @@ class StepGradients(NamedTuple):
     """Losses and target counts, summed separately for each data source. None if all sequences come
     from one source.
     """
+    image_features: Float[Array, "B F D"] | None = None
+    """Gradient of the batch array `image_features`, sharded like the batch, or None."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ class Engine:
         )
         sources = PerSourceSums(everywhere, everywhere) if self.network.num_sources else None  # type: ignore[arg-type]
         sums = (everywhere, everywhere, everywhere)
-        found = StepGradients(*sums, gradients, statistics, sources)  # type: ignore[arg-type]
+        images = BATCH_SPEC if self.network.has_image_gradients else None
+        found = StepGradients(*sums, gradients, statistics, sources, images)  # type: ignore[arg-type]
         return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -169,8 +173,8 @@ class Engine:
 
     @property
     def _per_sequence_arrays(self) -> tuple[str, ...]:
-        """Return the names of the objective's batch arrays that have no token dim."""
-        return tuple(
+        """Return the names of batch arrays that have no token dim."""
+        return IMAGE_FEATURES, *(
             name for name, each in self.network.objective.batch_arrays.items() if each.per_sequence
         )
 
@@ -220,7 +224,12 @@ class Engine:
             )
         # Constants are replicated by default, so the columns are resharded explicitly.
         columns = partial(reshard_explicit, table, table.specs())
-        return lambda params, batch, key: run(params, batch, key, columns())
+        used = self.specs.keys()  # parameters of the vision tower are used before the tick loop
+
+        def call(params: Tree, batch: Tree, key: jax.Array | None) -> Tree:
+            return run({name: params[name] for name in used}, batch, key, columns())
+
+        return call
 
 
 def _is_spec(node: object) -> bool:
@@ -275,7 +284,10 @@ def _train(
     sources = PerSourceSums(total[0], targets) if plan.network.num_sources else None
     mean = [_sum_sources(each) / count for each in total]
     reported = dict(zip(plan.network.objective.report_names, mean[1:], strict=True))
-    return StepGradients(mean[0], reported, losses, gradients, reports.statistics, sources)
+    images = carry.gradients.images
+    if images is not None and program.images is not None:
+        images = program.images.finish(images, in_prologue=program.prologue is not None)
+    return StepGradients(mean[0], reported, losses, gradients, reports.statistics, sources, images)
 
 
 def _evaluate(

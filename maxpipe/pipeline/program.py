@@ -27,6 +27,7 @@ from maxpipe.parallel.collectives import (
     sum_over,
 )
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
+from maxpipe.pipeline.images import ImageInputs
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.mtp import MtpFns, MtpLayerFns, MtpLossHeads, merge_reports
@@ -99,6 +100,9 @@ class StepProgram:
         self.batch = jax.tree.map(
             lambda leaf: leaf.reshape(schedule.num_microbatches, -1, *leaf.shape[1:]),
             mark_varying(batch),
+        )
+        self.images = ImageInputs.take_from(
+            self.batch, trainable=self.network.has_image_gradients and schedule.trains
         )
         # If all chunks fit in the prefetch window, no chunk is ever evicted, so weights are
         # gathered once per step.
@@ -216,7 +220,7 @@ class StepProgram:
         if trains:
             like, inputs = self._activation(), self._first_inputs()
             pieces = slots.differentiate_layers(held, like, inputs, self.seeds, halves=False)
-        ends = (self.embedding, self.table)
+        ends = (self.embedding, self.table, self.images)
         return PrologueLayers(slots, held, self.schedule, self.batch, pieces, self.seeds, *ends)
 
     def _empty_weight_window(self, num_chunks: int) -> Tree:
@@ -295,6 +299,7 @@ class StepProgram:
             self.loss_slot.head_weights.zeros(self.loss_slot.local_head),
             self.prologue and self.prologue.zeros(),
             mtp and mtp.zeros(),
+            self.images and self.images.zeros(),
         )
         return sums, mark_varying(gradients)
 
@@ -492,7 +497,10 @@ class StepProgram:
         tokens = read_slot(self.batch["tokens"], jnp.maximum(row.embed, 0))
 
         def enter(x: jax.Array) -> jax.Array:
-            return jnp.where(is_first, self.embedding.lookup(self.table, tokens), x)
+            embedded = self.embedding.lookup(self.table, tokens)
+            if self.images is not None:
+                embedded = self.images.splice(embedded, row.embed)
+            return jnp.where(is_first, embedded, x)
 
         with jax.named_scope(scopes.EMBED):
             return lax.cond(row.embed >= 0, enter, lambda x: x, x), carry
@@ -503,18 +511,18 @@ class StepProgram:
         if self.prologue is not None:
             assert carry.outside is not None
             with jax.named_scope(scopes.PROLOGUE):
-                outside, layers, embedding = self.prologue.leave(
-                    carry.outside,
-                    row.prologue,
-                    row.embed_grad,
-                    d_input,
-                    gradients.prologue,
-                    gradients.embedding,
+                outside, gradients = self.prologue.leave(
+                    carry.outside, row.prologue, row.embed_grad, d_input, gradients
                 )
-            gradients = gradients._replace(prologue=layers, embedding=embedding)
             return carry._replace(outside=outside, gradients=gradients)
+        if gradients.images is not None and self.images is not None:
+            exists = row.embed_grad >= 0
+            images = self.images.accumulate(gradients.images, d_input, row.embed_grad, exists)
+            gradients = gradients._replace(images=images)
         if gradients.embedding is None:
-            return carry
+            return carry._replace(gradients=gradients)
+        if self.images is not None:
+            d_input = self.images.of_tokens(d_input, row.embed_grad)
         tokens = read_slot(self.batch["tokens"], jnp.maximum(row.embed_grad, 0))
         with jax.named_scope(scopes.EMBED_GRAD):
             embedding = lax.cond(
@@ -656,6 +664,8 @@ class Network:
     reduce: Callable[[Tree, jax.Array], jax.Array] = lambda _, x: x
     """Function that maps the last layer's output to the input of the final norm. The parameters are
     those of `norm`."""
+    has_image_gradients: bool = False
+    """Whether a training step returns the gradient of the batch array `image_features`."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ Source: the vocabulary-parallel embedding of Megatron-LM (arXiv:1909.08053).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ from maxpipe.parallel.collectives import (
     sum_over,
 )
 from maxpipe.parallel.mesh import STAGE
+from maxpipe.pipeline.images import ImageInputs
 from maxpipe.pipeline.slots import (
     LayerSlots,
     Reports,
@@ -190,6 +191,8 @@ class Embedding(NamedTuple):
 
 
 Tree = Any
+GradientsT = TypeVar("GradientsT", bound=Any)
+"""Type of `tick_loop.Gradients`."""
 
 
 class PrologueRow(NamedTuple):
@@ -231,6 +234,7 @@ class PrologueLayers:
     embedding: Embedding
     table: Float[Array, "v d"]
     """Embedding table that is passed to `embedding`."""
+    images: ImageInputs | None = None
 
     def buffers(self, like: Float[Array, "B T D"]) -> PrologueBuffers:
         """Return empty buffers for the rounds; `like` is an activation."""
@@ -263,6 +267,8 @@ class PrologueLayers:
                 lambda: mark_varying(self.embedding.lookup_per_stage(self.table, tokens)),
                 lambda: nothing,
             )
+            if self.images is not None:
+                x = self.images.splice(x, self._own_microbatch(row.forward))
         work = self._work(row.forward, row.forward_slot)
         stash, reports = buffers.stash, buffers.reports
         with jax.named_scope(scopes.FORWARD):
@@ -289,14 +295,12 @@ class PrologueLayers:
         row: PrologueRow,
         returning: Int[Array, ""],
         cotangent: Float[Array, "B T D"],
-        totals: Tree,
-        embedding: Float[Array, "v d"] | None,
-    ) -> tuple[PrologueBuffers, Tree, Float[Array, "v d"] | None]:
+        gradients: GradientsT,
+    ) -> tuple[PrologueBuffers, GradientsT]:
         """Store the returned microbatch's cotangent, and run the round's backward pass when the
         round is complete.
 
-        `totals` and `embedding` are the accumulated gradients of the layers and the embedding.
-        `embedding` is None if the embedding is frozen.
+        `gradients` are the accumulated gradients of the step.
         """
         with jax.named_scope(scopes.SEND):
             arrived = lax.cond(
@@ -312,10 +316,23 @@ class PrologueLayers:
         d_output = jnp.where(work.exists, read_slot(waiting, row.backward_slot), 0)
         with jax.named_scope(scopes.BACKWARD):
             d_input, totals = self.slots.backward(
-                self.layer_vjps, self.local_weights, work, d_output, buffers.stash, totals
+                self.layer_vjps,
+                self.local_weights,
+                work,
+                d_output,
+                buffers.stash,
+                gradients.prologue,
             )
-        if embedding is None:
-            return buffers._replace(waiting=waiting), totals, None
+        gradients, buffers = gradients._replace(prologue=totals), buffers._replace(waiting=waiting)
+        own = self._own_microbatch(row.backward)
+        if gradients.images is not None and self.images is not None:
+            exists = (row.backward >= 0) & work.exists
+            images = self.images.accumulate(gradients.images, d_input, own, exists)
+            gradients = gradients._replace(images=images)
+        if gradients.embedding is None:
+            return buffers, gradients
+        if self.images is not None:
+            d_input = self.images.of_tokens(d_input, own)
         tokens = self.batch["tokens"][self._round_microbatches(row.backward)]
         with jax.named_scope(scopes.EMBED_GRAD):
             embedding = lax.cond(
@@ -324,9 +341,9 @@ class PrologueLayers:
                     self.embedding.accumulate_per_stage(total, tokens, d_input)
                 ),
                 lambda total: total,
-                embedding,
+                gradients.embedding,
             )
-        return buffers._replace(waiting=waiting), totals, embedding
+        return buffers, gradients._replace(embedding=embedding)
 
     def finish(self, totals: Tree) -> Tree:
         """Return the gradients summed over devices, in the tree structure of the parameters."""
@@ -342,6 +359,10 @@ class PrologueLayers:
     def _local_microbatch(self, number: jax.Array) -> jax.Array:
         return jnp.maximum(number, 0) * self.schedule.num_stages + axis_index(STAGE)
 
+    def _own_microbatch(self, number: jax.Array) -> jax.Array:
+        """Return this stage's microbatch of a round; short rounds repeat the last microbatch."""
+        return jnp.minimum(self._local_microbatch(number), self.schedule.num_microbatches - 1)
+
     def _round_microbatches(self, number: jax.Array) -> jax.Array:
         """Return the microbatch indices of a round, int `[P]`; short rounds repeat the last
         microbatch.
@@ -356,7 +377,7 @@ class PrologueLayers:
         The last round can be short. A stage without a microbatch then processes the last microbatch
         again and discards the result.
         """
-        own = jnp.minimum(self._local_microbatch(number), self.schedule.num_microbatches - 1)
+        own = self._own_microbatch(number)
         exists = self._local_microbatch(number) < self.schedule.num_microbatches
         none, runs, layout = mark_varying(jnp.int32(0)), number >= 0, self.slots.layout
         row = SlotRow(jnp.where(runs, own, IDLE), none, none, slot, none, none, none, any_work=runs)

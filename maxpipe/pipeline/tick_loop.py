@@ -123,6 +123,8 @@ class Gradients(NamedTuple):
     head: jax.Array | None
     prologue: Tree
     mtp: Tree
+    images: jax.Array | None = None
+    """Gradient of the image embeddings `[M, B, F, D]`, in their dtype."""
 
 
 class Buffers(NamedTuple):

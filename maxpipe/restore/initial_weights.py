@@ -255,7 +255,8 @@ def _read_folder_weights(
 ) -> InitialWeights:
     """Read the weights of a Hugging Face folder."""
     config = loaded.config
-    source = open_folder(folder, error_location(KEY, loaded.origins))
+    has_images = describe(config.model).ends.vision is not None
+    source = open_folder(folder, error_location(KEY, loaded.origins), images=has_images)
     if has_experts(describe(config.model)) and not has_experts(describe(source.config)):
         raise ConfigError.one(
             Code.HF_UPCYCLE,

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from maxpipe.errors import Code, ConfigError, MaxpipeError
 from maxpipe.io import redact
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.count import layer_costs
+from maxpipe.models.layers.vision import VISION
 from maxpipe.models.resolve_auto import loss_block, resolved
 from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.module import make_quantizer
@@ -62,6 +64,7 @@ from maxpipe.pipeline.program import Network
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import Schedule, balance_layers
+from maxpipe.step.image_features import ImageFeatures
 from maxpipe.step.state import ParamLayout
 from maxpipe.step.step import Steps
 
@@ -202,11 +205,13 @@ def build_steps(
     num_sources: int = 0,
     objective: Objective = CrossEntropy(),  # noqa: B008
     transformation: optax.GradientTransformation | None = None,
+    max_images: int = 0,
 ) -> Steps:
     """Return the train and eval steps for a model on a mesh. The default objective is cross
     entropy. An optax `transformation` replaces the optimizer in `optim`.
 
-    For a data mixture, losses are summed separately for each of the `num_sources` sources.
+    For a data mixture, losses are summed separately for each of the `num_sources` sources. Batches
+    have `max_images` images per sequence.
 
     Raises:
         ConfigError: the axis rules shard two dims of a tensor over the same mesh axis, the
@@ -243,6 +248,7 @@ def build_steps(
         sum(decoder.model.carried.values()),
         ends.num_streams,
         decoder.reduce_streams,
+        max_images > 0 and any(jax.tree.leaves(parts.trainable.get(VISION, {}))),
     )
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
@@ -267,15 +273,15 @@ def build_steps(
             network,
             layout,
             mesh,
-            parts.specs,
+            _without_vision(parts.specs),
             weight_gather=pipeline.weight_gather,
             remat_policy=make_remat_policy(pipeline, model),
             idle=pipeline.idle,
-            trainable=parts.trainable,
-            has_own_dtype=parts.has_own_dtype,
-            contracted_dims=parts.contracted_dims,
+            trainable=_without_vision(parts.trainable),
+            has_own_dtype=_without_vision(parts.has_own_dtype),
+            contracted_dims=_without_vision(parts.contracted_dims),
             quantizer=make_quantizer(model),
-            gradient_specs=optimizer.target_specs,
+            gradient_specs=_without_vision(optimizer.target_specs),
             reduce_dtype=optim.reduce_dtype,
         ),
         shape=(train.batch_size, train.sequence_length),
@@ -284,7 +290,27 @@ def build_steps(
         byte_lengths=lengths,
         guard=guard,
         offloads_weights=pipeline.offload_weights,
+        images=_image_features(parts, optimizer, max_images),
     )
+
+
+def _image_features(
+    parts: ParamLayout, optimizer: Optimizer, max_images: int
+) -> ImageFeatures | None:
+    if not max_images:
+        return None
+    decoder, mesh = parts.decoder, parts.mesh
+    tower, dtype = decoder.model.ends.vision, jnp.dtype(decoder.config.compute_dtype)
+    assert tower is not None, "rejected by a config rule"
+    specs = optimizer.target_specs.get(VISION, {})
+    return ImageFeatures(tower, max_images, mesh, dtype, parts.trainable[VISION], specs)
+
+
+def _without_vision(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree of parameters without those of the vision tower, which the engine does not
+    use.
+    """
+    return {name: subtree for name, subtree in tree.items() if name != VISION}
 
 
 def _schedule(pipeline: PipelineConfig, stages: int, microbatches: int) -> Schedule:
@@ -367,6 +393,7 @@ def steps_from_config(
         num_sources=len(config.data.mixture) if num_sources is None else num_sources,
         objective=objective_of(config) if objective is None else objective,
         transformation=transformation,
+        max_images=config.data.max_images_per_sequence,
     )
 
 

@@ -30,15 +30,17 @@ from maxpipe.config.sections.layer_stats import LayerStatsConfig
 from maxpipe.distributed.runtime import compiler_options
 from maxpipe.models.layer_reports import Follows
 from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.vision import VISION
 from maxpipe.models.spec import Model
 from maxpipe.nn.decoder import MTP
 from maxpipe.optim.guard import MOMENTUM, check_step, select_update
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel import scopes
+from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT, IMAGES
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC, auto_sharded, is_on_host, reshard, reshard_like
 from maxpipe.pipeline import mtp
-from maxpipe.pipeline.engine import Engine
+from maxpipe.pipeline.engine import Engine, StepGradients
 from maxpipe.pipeline.loss_head import sum_by_source
 from maxpipe.pipeline.objective import Objective
 from maxpipe.pipeline.tick_loop import OutputReader
@@ -46,6 +48,7 @@ from maxpipe.pipeline.weights import replace_subtree
 from maxpipe.schedule.catalog import make_forward_schedule
 from maxpipe.schedule.table import Schedule
 from maxpipe.step import executable
+from maxpipe.step.image_features import ImageFeatures
 from maxpipe.step.layer_statistics import collect, recording_engine
 from maxpipe.step.state import DROPOUT_STREAM, StateLayout, TrainState
 
@@ -162,6 +165,8 @@ class Steps(StateLayout):
     """Byte length of each token's text, indexed by token ID."""
     layer_stats: LayerStatsConfig | None = None
     """Statistics that the train step adds to its metrics under `LAYER_STATS`, or None."""
+    images: ImageFeatures | None = None
+    """Computation of image embeddings, or None if batches have no images."""
 
     @property
     def objective(self) -> Objective:
@@ -213,7 +218,16 @@ class Steps(StateLayout):
                 name: ids((*shape[: 2 - extra.per_sequence], *extra.shape), extra.dtype)
                 for name, extra in self.objective.batch_arrays.items()
             }
+            | self._abstract_images(shape, ids)
         )
+
+    def _abstract_images(
+        self, shape: tuple[int, int], array: Callable[..., jax.ShapeDtypeStruct]
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        if (images := self.images) is None:
+            return {}
+        pixels = (shape[0], images.max_images, *images.tower.image_shape)
+        return {IMAGES: array(pixels, jnp.uint8), IMAGE_TOKENS_LEFT: array(shape, jnp.int32)}
 
     # Compiled functions.
 
@@ -282,7 +296,7 @@ class Steps(StateLayout):
         read = self.engine.read_outputs(self._eval_schedule(rows), reader)
         whole = NamedSharding(self.param_layout.mesh, PartitionSpec())
         step = jax.jit(
-            lambda params, batch: read(params, batch, None),
+            lambda params, batch: read(params, self._with_features(params, batch), None),
             in_shardings=(self.state_sharding.params, self.batch_sharding),
             out_shardings=whole if everywhere else self.batch_sharding,
         )
@@ -321,11 +335,33 @@ class Steps(StateLayout):
 
     def buffer_shapes(self) -> dict[str, list[Any]]:
         """Return the per-device shapes of the tick loop's buffers, without compiling."""
-        return self.engine.buffer_shapes(
-            self.train_schedule, self.abstract_state.params, self.abstract_batch()
-        )
+        batch = self.abstract_batch()
+        batch = batch if self.images is None else self.images.abstract_features(batch)
+        return self.engine.buffer_shapes(self.train_schedule, self.abstract_state.params, batch)
 
     # Computations.
+
+    def value_and_grad(self, params: Tree, batch: Tree, key: jax.Array | None) -> StepGradients:
+        """Return the losses and gradients of a training step, including those of the vision
+        tower.
+        """
+        run = self.engine.value_and_grad(self.train_schedule)
+        results = run(params, self._with_features(params, batch), key)
+        if VISION not in self.optimizer.target_specs:
+            return results
+        if self.images is None:  # memory forecasts: a run without images freezes the tower
+            trained = self.param_layout.select_trainable(params)[VISION]
+            gradients = jax.tree.map(partial(jnp.zeros_like, dtype=jnp.float32), trained)
+            gradients = reshard(gradients, self.optimizer.target_specs[VISION])
+        else:
+            assert results.image_features is not None
+            gradients = self.images.gradients(params, batch, results.image_features)
+        found = results.gradients | {VISION: gradients}
+        return results._replace(gradients=found, image_features=None)
+
+    def _with_features(self, params: Tree, batch: Tree) -> Tree:
+        """Return the batch with image embeddings in place of images, if it has images."""
+        return batch if self.images is None else self.images.add_to(params, batch)
 
     def _train_step(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         config, model = self.param_layout.decoder.config, self.param_layout.decoder.model
@@ -334,7 +370,7 @@ class Steps(StateLayout):
         drops = config.dropout > 0 or (config.adapter is not None and config.adapter.dropout > 0)
         if rounds or drops:
             key = jax.random.fold_in(self._key(DROPOUT_STREAM), state.step)
-        results = self.engine.value_and_grad(self.train_schedule)(state.params, batch, key)
+        results = self.value_and_grad(state.params, batch, key)
         gradients = results.gradients
         if not self.optimizer.is_elementwise:
             # The operations after the barrier would change the fusions before it, and therefore
@@ -383,7 +419,8 @@ class Steps(StateLayout):
         return TrainState(state.step + 1, params, optimizer, guard), metrics
 
     def _eval_step(self, schedule: Schedule, params: Tree, batch: Tree) -> Metrics:
-        sums, targets = self.engine.loss(schedule)(params, batch, None)
+        features = self._with_features(params, batch)
+        sums, targets = self.engine.loss(schedule)(params, features, None)
         metrics = dict(zip(("loss", *self.objective.report_names), sums, strict=True))
         metrics["targets"] = targets
         if self.objective.segments_per_loss:

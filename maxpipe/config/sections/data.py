@@ -12,10 +12,13 @@ from maxpipe.config.rules import (
     add_item_rules,
     add_nonempty_rule,
     add_ranges,
+    axis_keys,
+    axis_size,
     did_you_mean,
     rule,
     upgrade_mixture_stages,
 )
+from maxpipe.config.sections.model import MODEL_KEYS
 from maxpipe.config.sections.source import (
     COLUMNS,
     FILES,
@@ -30,6 +33,7 @@ from maxpipe.config.sections.train import BatchRamp
 from maxpipe.errors import Code, ConfigError, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, Bound
+from maxpipe.models.registry import describe
 
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
@@ -90,6 +94,10 @@ class DataConfig(SourceConfig):
     """Maximum number of preference pairs per sequence. This limit also determines the maximum
     number of pairs in a batch. If pairs are shorter than `train.sequence_length` divided by this
     number, sequences are padded. Ignored unless `data.chat=pairs`."""
+    max_images_per_sequence: int = 0
+    """Maximum number of images per sequence. Every batch reserves memory for this many images per
+    sequence, and the vision tower processes all of them. 0 means that records have no images.
+    Requires a model with a vision tower, such as `model.gemma3.num_vision_layers` above 0."""
     validation_fraction: float = 0.05
     """Fraction of the documents that is held out for evaluation. Held-out documents are selected at
     random, seeded by `run.seed`."""
@@ -125,6 +133,7 @@ add_ranges(
     Bound(
         "data.max_pairs_per_sequence", 16, 1, 4096, "every batch reserves space for this many pairs"
     ),
+    Bound("data.max_images_per_sequence", 4, 0, 1024, "every batch reserves space for the images"),
     Bound("data.prefetch_batches", 4, 1),
     Bound("data.threads", 2, 1, 1024, "all threads run in this process"),
     Bound("data.mixture_stages[].weights", 1, 0, LARGEST),
@@ -526,3 +535,60 @@ def section_of(name: str) -> str:
 
 for _key in ("text_field", "messages_field", "response_field"):
     add_nonempty_rule(f"data.{_key}")
+
+
+_IMAGES = "data.max_images_per_sequence"
+
+
+@rule(_IMAGES, *MODEL_KEYS)
+def _images_have_a_tower(config: Config) -> Iterator[RuleViolation]:
+    if config.data.max_images_per_sequence and describe(config.model).ends.vision is None:
+        yield RuleViolation(
+            Code.MODEL_IMAGES,
+            _IMAGES,
+            "requires a model with a vision tower.",
+            f"Set {_IMAGES}=0, or set model.family=gemma3 and model.gemma3.num_vision_layers=27.",
+        )
+
+
+@rule(_IMAGES, "train.objective", *axis_keys("context"))
+def _settings_support_images(config: Config) -> Iterator[RuleViolation]:
+    if not config.data.max_images_per_sequence:
+        return
+    objectives = ("pretrain", "sft")
+    if config.train.objective not in objectives:
+        yield RuleViolation(
+            Code.MODEL_IMAGES,
+            "train.objective",
+            f"must be {' or '.join(objectives)} if {_IMAGES} is above 0.",
+            f"Set {_IMAGES}=0, or train.objective=sft.",
+        )
+    if (axis_size(config.mesh, "context") or 1) > 1:
+        yield RuleViolation(
+            Code.MODEL_IMAGES,
+            "mesh.ici_context",
+            f"must be 1 if {_IMAGES} is above 0: images are not divided over the context axis.",
+            f"Set mesh.ici_context=1 and mesh.dcn_context=1, or {_IMAGES}=0.",
+        )
+
+
+@rule(_IMAGES, "data.source", "data.chat", "data.packing", "data.long_conversations", *_NAMED)
+def _images_are_not_split(config: Config) -> Iterator[RuleViolation]:
+    for section, source in named_sources(config) if config.data.max_images_per_sequence else ():
+        if source.chat not in ("messages", "prompt"):
+            continue
+        if source.packing == "concatenate":
+            yield RuleViolation(
+                Code.MODEL_IMAGES,
+                f"{section}.packing",
+                f"must not be concatenate if {_IMAGES} is above 0: images cannot be split across "
+                "sequences.",
+                f"Set {section}.packing=best_fit.",
+            )
+        if source.long_conversations not in ("drop", "error"):
+            yield RuleViolation(
+                Code.MODEL_IMAGES,
+                f"{section}.long_conversations",
+                f"must be drop or error if {_IMAGES} is above 0: images cannot be cut.",
+                f"Set {section}.long_conversations=drop.",
+            )

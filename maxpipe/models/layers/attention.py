@@ -29,9 +29,11 @@ estimates assume `xla` in this case."""
 CANNOT: Mapping[str, frozenset[str]] = {
     AUTO: frozenset(),
     "xla": frozenset(),
-    "blockwise": frozenset({"compressed_entries"}),
-    "cudnn": frozenset({"soft_cap", "sinks", "value_size", "index_topk", "compressed_entries"}),
-    "splash": frozenset({"index_topk", "compressed_entries"}),
+    "blockwise": frozenset({"compressed_entries", "image_tokens"}),
+    "cudnn": frozenset(
+        {"soft_cap", "sinks", "value_size", "index_topk", "compressed_entries", "image_tokens"}
+    ),
+    "splash": frozenset({"index_topk", "compressed_entries", "image_tokens"}),
 }
 """Unsupported attention options, keyed by backend (`model.attention`)."""
 
@@ -168,11 +170,14 @@ class Attention(Part):
     sinks: bool = False
     """Whether each head has a learned sink logit in the softmax (arXiv:2309.17453, learned as in
     arXiv:2508.10925)."""
+    image_tokens: int = 0
+    """Number of tokens of an image, which attend to all tokens of the same image. 0 if the model
+    has no images."""
 
     @property
     def options(self) -> frozenset[str]:
         """Return the enabled options that some backends do not support."""
-        used = {"soft_cap": self.soft_cap, "sinks": self.sinks}
+        used = {"soft_cap": self.soft_cap, "sinks": self.sinks, "image_tokens": self.image_tokens}
         return frozenset(name for name, value in used.items() if value)
 
     @property

@@ -64,6 +64,11 @@ class Mask:
     once."""
     selected: Bool[Array, "B T S"] | None = None
     """Keys that each query token can attend to. If None, it can attend to all keys."""
+    image_tokens_left: Int[Array, "B T"] | None = None
+    """Number of tokens of an image from each of its query tokens to its last token, or 0 for text.
+    A query token attends to all tokens of its image. If None, there are no images."""
+    image_tokens: int = 0
+    """Number of tokens of an image, which limits `image_tokens_left`."""
 
     @property
     def has_places(self) -> bool:
@@ -93,7 +98,11 @@ class Mask:
         else:
             queries = self.positions[:, None, start:stop, None]
             distance = queries - self.key_positions[:, None, None, :keys]
-        if causal:
+        if causal and self.image_tokens_left is not None:
+            # The last token of an image is visible to all tokens of the image.
+            ahead = jnp.maximum(self.image_tokens_left[:, None, start:stop, None] - 1, 0)
+            seen &= distance >= -ahead
+        elif causal:
             seen &= distance >= 0
         if not isinstance(self.window, int) or self.window:
             seen &= (distance < self.window) | (jnp.asarray(self.window) == 0)

@@ -25,17 +25,20 @@ def attend(
     of the block.
 
     At T = 2048, 9/16 of all scores are computed. The scores of a block are small enough to stay in
-    on-chip memory. If `block` is 0, the block size is selected automatically.
+    on-chip memory. If `block` is 0, the block size is selected automatically. With images, a block
+    also computes the scores of an image that begins in the block.
     """
     tokens = query.shape[1]
     by_place = mask.causal and mask.is_self_ordered
     blocks = query_blocks(tokens, block) if mask.causal and mask.has_places else [(0, tokens)]
     parts = []
     for start, stop in blocks:
-        keys = stop if by_place else key.shape[1]
+        has_images = mask.image_tokens_left is not None
+        last = min(stop + mask.image_tokens * has_images, tokens)
+        keys = last if by_place else key.shape[1]
         part = query[:, start:stop], key[:, :keys], value[:, :keys]
         # The first block has as many keys as query tokens, so `is_causal` can be used.
-        square = by_place and start == 0
+        square = by_place and start == 0 and not has_images
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
         # If there is a cache, `jax.nn.dot_product_attention` would first transpose keys and values.
         plain = mask.has_places and not mask.soft_cap and mask.sinks is None
