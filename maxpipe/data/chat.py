@@ -15,14 +15,16 @@ import datetime
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from maxpipe.config.config_files import EVENTS_FILE
+from maxpipe.config.image_format import ImageFormat
 from maxpipe.config.sections.data import DataConfig, all_sources
 from maxpipe.config.sections.source import SourceConfig, parse_template_kwargs
 from maxpipe.data.chat_records import conversation_of
@@ -39,6 +41,7 @@ from maxpipe.data.formats.disk_cache import Arrays, CacheMessages, load_or_compu
 from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.formats.source import place_of, track_read
+from maxpipe.data.images import BadImage, decode_images, expand_image_tokens, image_tokens_left
 from maxpipe.data.sources import Heartbeat, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatProcess, ChatTemplate, Masking, RenderError
@@ -100,6 +103,9 @@ class TrainedMessageSource:
         digest = hashlib.sha256(self._source.fingerprint().encode())
         digest.update(b"each_turn" + self.ends.astype("<i8").tobytes())
         return digest.hexdigest()
+
+    def folder(self, index: int) -> str:
+        return self._source.folder(place_of(self.ends, index)[0])
 
     def content(self, moved: Heartbeat | None = None) -> Mapping[str, str]:
         return self._source.content(moved)
@@ -240,9 +246,8 @@ def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
         with wrap_text_errors(lambda _: source.where(document)):
             yield
     except BadRecord as error:
-        problem = Problem(
-            Code.DATA_RECORD, source.where(document), error.value, error.rule, error.action
-        )
+        code = Code.DATA_IMAGE if isinstance(error, BadImage) else Code.DATA_RECORD
+        problem = Problem(code, source.where(document), error.value, error.rule, error.action)
         raise UnreadableRecord([problem]) from error
 
 
@@ -259,6 +264,7 @@ class CountedConversation(NamedTuple):
     """See `EncodedDocument.marks`."""
     unread: tuple[str, ...]
     """See `EncodedDocument.unread`."""
+    num_images: int = 0
 
 
 class ConversationEncoder:
@@ -283,15 +289,24 @@ class ConversationEncoder:
             record = self.source.record(document)
             if isinstance(record, TrainedMessage):
                 chat = conversation_of(record.record, self._config)
-                return self.encode_conversation(chat.up_to(chat.trained[record.number]))
-            return self.encode_conversation(conversation_of(record, self._config))
+                chat = chat.up_to(chat.trained[record.number])
+            else:
+                chat = conversation_of(record, self._config)
+            return self.encode_conversation(chat, partial(self.source.folder, document))
 
-    def encode_conversation(self, conversation: ChatInput) -> EncodedDocument:
-        """Return the token ids and the loss mask of a conversation.
+    def encode_conversation(
+        self, conversation: ChatInput, folder: Callable[[], str] = str
+    ) -> EncodedDocument:
+        """Return the token ids, the loss mask and the images of a conversation.
+
+        `folder` returns the folder to which paths of images are relative.
 
         Raises:
-            BadRecord: the template cannot render the conversation.
+            BadRecord: the template cannot render the conversation, or an image cannot be used.
         """
+        count, image = len(conversation.images), self.tokenizer.images
+        if count > (image.max_images if image is not None else 0):
+            raise _too_many_images(conversation.images[0].message, count, image)
         masking = Masking(
             by_blocks=list(self._config.trained_roles) == ["assistant"],
             skips_rewritten=self._config.rewritten_history != "error",
@@ -304,14 +319,28 @@ class ConversationEncoder:
             except (TypeError, ValueError) as error:
                 rule = f"must have messages that can be written as JSON: {error}."
                 raise BadRecord("", rule, "Remove values that JSON cannot represent.") from error
-        ids, offsets = self.tokenizer.encode_chat_offsets(rendered.text)
+        text, spans = rendered.text, rendered.spans
+        if image is not None and count:
+            special = self.tokenizer.special_tokens
+            text, spans = expand_image_tokens(text, spans, count, image, special)
+        ids, offsets = self.tokenizer.encode_chat_offsets(text)
         if not len(ids):
             rule = f"must not be empty when rendered: {self.template.path} renders no text."
             raise BadRecord("", rule, "Remove the record, or correct the template.")
         marks = REWRITTEN if rendered.rewritten else 0
         unread = (*conversation.unread, *rendered.unread)
-        return EncodedDocument(
-            ids, _mask_of_spans(offsets, rendered.spans), marks=marks, unread=unread
+        trained = _mask_of_spans(offsets, spans)
+        document = EncodedDocument(ids, trained, marks=marks, unread=unread)
+        if image is None or not count:
+            return document
+        left = image_tokens_left(ids, image, count)
+        decoded = decode_images(conversation.images, folder, image.size)
+        return replace(
+            document,
+            trained=trained & (left == 0),
+            images=decoded.pixels,
+            image_tokens_left=left,
+            image_digest=decoded.digest,
         )
 
     def check(self, index: DocumentIndex) -> None:
@@ -350,7 +379,9 @@ class ConversationEncoder:
         fields = [config.messages_field]
         if config.chat == "prompt":
             fields = [config.prompt_field, config.response_field]
-        return digest([config.chat, fields, *self.masking_metadata()])
+        image = self.tokenizer.images
+        more = [] if image is None else [["images", *image[:-1]]]
+        return digest([config.chat, fields, *self.masking_metadata(), *more])
 
     def masking_metadata(self) -> list[Any]:
         """Return the settings that determine the token ids and the loss mask, as JSON values."""
@@ -411,7 +442,7 @@ class ChatDocuments(EncodedDocuments):
     def _read(self, document: int) -> EncodedDocument:
         encoded = self._conversations.encode(document)
         assert encoded.trained is not None and self._masks is not None
-        if ids_digest(encoded.ids) != self._digests[document]:
+        if document_digest(encoded) != self._digests[document]:
             raise self._changed_error(document)
         if mask_digest(encoded.trained) != self._masks[document]:
             raise self._changed_error(document)
@@ -482,9 +513,14 @@ def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConver
         encoded = conversations.encode(document)
     assert encoded.trained is not None
     text = conversations.tokenizer.decode(encoded.ids[encoded.trained].tolist())
-    digest = ids_digest(encoded.ids)
     return CountedConversation(
-        encoded.ids, encoded.trained, text.encode(), digest, encoded.marks, encoded.unread
+        encoded.ids,
+        encoded.trained,
+        text.encode(),
+        document_digest(encoded),
+        encoded.marks,
+        encoded.unread,
+        encoded.num_images,
     )
 
 
@@ -498,6 +534,22 @@ def ids_digest(ids: np.ndarray) -> int:
     return digest_of(ids.astype("<i8").tobytes())
 
 
+def document_digest(document: EncodedDocument) -> int:
+    """Return the digest of a document's token ids and encoded images."""
+    return digest_of(document.ids.astype("<i8").tobytes() + document.image_digest)
+
+
+def _too_many_images(message: int, count: int, image: ImageFormat | None) -> BadRecord:
+    if image is None:
+        rule = "must have text content: parts of type image are not supported with "
+        rule += "data.max_images_per_sequence=0."
+        action = "Set data.max_images_per_sequence, or remove the record."
+        return BadImage(f"message {message + 1}", rule, action)
+    rule = f"must have at most data.max_images_per_sequence ({image.max_images}) images."
+    action = f"Set data.max_images_per_sequence={count}, or remove the record."
+    return BadImage(pluralize(count, "image"), rule, action)
+
+
 def _index_conversations(
     conversations: ChatEncoder, moved: Heartbeat | None, threads: int
 ) -> DocumentIndex:
@@ -506,6 +558,7 @@ def _index_conversations(
     byte_counts, digests = np.zeros(256, np.int64), np.zeros(len(source), np.uint64)
     marks, masks = np.zeros(len(source), np.uint8), np.zeros(len(source), np.uint64)
     firsts, unread = np.zeros(len(source), np.int64), Counter[str]()
+    images = np.zeros(len(source), np.int64)
     progress = Progress(f"rendering conversations of {source.name}", len(source), moved)
 
     with ThreadPoolExecutor(max(1, threads), "conversations") as pool:
@@ -517,6 +570,7 @@ def _index_conversations(
                 digests[document], marks[document] = chat.digest, chat.marks
                 masks[document] = mask_digest(chat.trained)
                 firsts[document] = first_target(chat.trained)
+                images[document] = chat.num_images
                 unread.update(chat.unread)
                 byte_counts += np.bincount(np.frombuffer(chat.raw, np.uint8), minlength=256)
             progress.update(numbers.stop)
@@ -532,4 +586,5 @@ def _index_conversations(
         unread_keys=np.array(sorted(unread), np.str_),
         unread_counts=np.array([unread[key] for key in sorted(unread)], np.int64),
         days=np.array([conversations.day] if conversations.day else [], np.str_),
+        images=images if images.any() else None,
     )

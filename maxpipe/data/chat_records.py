@@ -27,6 +27,7 @@ from maxpipe.data.formats.record_text import (
     settings_text,
     shorten,
 )
+from maxpipe.data.images import IMAGES, take_images
 from maxpipe.data.tokenizers.chat import SETTINGS, ChatInput, Message
 from maxpipe.io.typed_json import parse_json
 
@@ -88,14 +89,16 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
     nulls = null_arguments(values) if config.source == "jsonl" else ()
     first, more = parse_system_message(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
     messages, names = [*first, *messages], [*names, *more]
+    images, uses_field = take_images(messages, fields)
+    names = [*names, IMAGES] if uses_field else names
     trained = [
         number
         for number, message in enumerate(messages)
-        if is_trained(message, config, f"message {number + 1}")
+        if is_trained(message, config, f"message {number + 1}", images=bool(images))
     ]
     tools, settings = tools_and_settings(fields, config)
     keys = (*unread_field_names(fields, names, config), *nulls)
-    return ChatInput(messages, tools, settings, trained, keys)
+    return ChatInput(messages, tools, settings, trained, keys, images)
 
 
 def parse_system_message(
@@ -330,16 +333,16 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
         raise BadRecord(shorten(str(text)), f"{rule}: {error}.", action) from error
 
 
-def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
+def is_trained(message: Message, config: SourceConfig, which: str, *, images: bool = False) -> bool:
     """Return whether to train on a message, according to its flags or to `data.trained_roles`.
 
     `train` overrides the role, and `weight` 0 excludes the message. The training flags are removed
-    from the message.
+    from the message. `images` allows content parts of type `image`.
 
     Raises:
         BadRecord: the role is not in `data.chat_roles`, content is missing, or a flag is invalid.
     """
-    check_message(message, config, which)
+    check_message(message, config, which, images=images)
     flags = {key: message.pop(key) for key in _FLAGS if key in message}
     for key, value in flags.items():
         if value not in (0, 1) or isinstance(value, str):
@@ -355,7 +358,9 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
     return by_role and bool(flags.get("weight", 1))
 
 
-def check_message(message: Message, config: SourceConfig, which: str) -> None:
+def check_message(
+    message: Message, config: SourceConfig, which: str, *, images: bool = False
+) -> None:
     """Check a message; raise BadRecord if the role is unknown or the content is missing."""
     role, roles = message.get("role"), config.chat_roles
     if role not in roles:
@@ -365,14 +370,16 @@ def check_message(message: Message, config: SourceConfig, which: str) -> None:
             f"must have a role listed in data.chat_roles: {', '.join(roles)}.",
             f"{f'Write {guess}' if guess else 'Correct it'}, or add the role to data.chat_roles.",
         )
-    check_content(message, which)
+    check_content(message, which, images=images)
 
 
-def check_content(message: Message, which: str) -> None:
+def check_content(message: Message, which: str, *, images: bool = False) -> None:
     """Raise BadRecord if a message has unsupported parts, or no text, tool calls or reasoning."""
     content = message.get("content")
     for part in content if isinstance(content, list) else []:
-        if isinstance(part, Mapping) and part.get("type") in _MEDIA:
+        if not isinstance(part, Mapping) or (images and part.get("type") == "image"):
+            continue
+        if part.get("type") in _MEDIA:
             rule = f"must have text content; parts of type {part['type']} are not supported."
             raise BadRecord(which, rule, "Remove the record or this part of the message.")
     if isinstance(content, str | list) or (

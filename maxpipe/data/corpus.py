@@ -110,6 +110,8 @@ class IndexedSource:
     """
     is_chat: bool = False
     """Whether the documents are conversations or preference pairs, which have loss masks."""
+    images: np.ndarray | None = None
+    """int64 [documents]: number of images of each document; None if documents have no images."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
         """Return the sequences of a split, or None if the split is empty.
@@ -228,6 +230,8 @@ class Corpus:
             more = {SOURCES: all_facts}
         if self.pairs:
             more["pairs_per_row"] = self.data.max_pairs_per_sequence
+        if self.tokenizer.images is not None:
+            more["images_per_row"] = self.data.max_images_per_sequence
         return {
             **facts,
             "tokenizer": self.tokenizer.fingerprint(),
@@ -255,6 +259,8 @@ class Corpus:
             key=json.dumps([of.metadata, self.tokenizer.fingerprint()]),
             moved=self.moved,
             max_pairs=self.data.max_pairs_per_sequence if of.name in self.pairs else 0,
+            images=of.images,
+            max_images=self.data.max_images_per_sequence,
         )
 
 
@@ -400,6 +406,7 @@ def _index_text_source(corpus: Corpus, name: str, config: SourceConfig) -> Index
         remarks=[*columns_not_read(source, config), *notes],
         ends=source.ends if isinstance(source, TrainedMessageSource) else None,
         is_chat=chats is not None,
+        images=index.images,
     )
 
 
@@ -442,6 +449,7 @@ _FINGERPRINT_LABELS = {
     "packing": "the packing strategy",
     "long_conversations": "data.long_conversations",
     "pairs_per_row": "data.max_pairs_per_sequence",
+    "images_per_row": "data.max_images_per_sequence",
     "order_version": "the order of samples",
     "group_size": "grpo.group_size",
     "updates_per_rollout": "grpo.updates_per_rollout",

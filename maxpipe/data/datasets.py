@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from maxpipe.checkpoint.storage import runs_folder
+from maxpipe.config.image_format import image_format
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.data import section_of
 from maxpipe.config.sections.train import BatchRamp
@@ -166,12 +167,17 @@ def build_datasets(config: Config, moved: Callable[[], object]) -> Datasets:
         eval_batch_size=config.eval.batch_size,
         cache_dir=_index_folder(config),
         moved=moved,
-        fit=partial(fit_tokenizer, rows=config.model.vocab_size),
+        fit=partial(_fit_tokenizer, config),
     )
     assert datasets.corpora is not None
     train, _ = datasets.corpora
     chats = [source.documents for source in train.indexed if source.is_chat]
     return _with_chat_spec(datasets, build_chat_spec(config.data, datasets.tokenizer, chats))
+
+
+def _fit_tokenizer(config: Config, tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer for a run's model and the images of its data."""
+    return fit_tokenizer(tokenizer, config.model.vocab_size).with_images(image_format(config))
 
 
 def _with_chat_spec(datasets: Datasets, conversation: ChatSpec | None) -> Datasets:

@@ -50,6 +50,21 @@ class EncodedDocument:
     """
     unread: tuple[str, ...] = ()
     """Keys of the record that neither maxpipe nor the chat template reads."""
+    images: np.ndarray | None = None
+    """Images uint8 [n, S, S, 3]; None if the document has none."""
+    image_tokens_left: np.ndarray | None = None
+    """int32 [tokens]: see `maxpipe.data.images.IMAGE_TOKENS_LEFT`; None without images."""
+    image_digest: bytes = b""
+    """Digest of the encoded images; empty without images."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory that the token IDs and the images need."""
+        return self.ids.nbytes + (0 if self.images is None else self.images.nbytes)
+
+    @property
+    def num_images(self) -> int:
+        return 0 if self.images is None else len(self.images)
 
 
 class Documents(Protocol):
@@ -103,6 +118,8 @@ class DocumentIndex:
     """int64: number of records that contain each key of `unread_keys`."""
     days: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
     """str: the current date that the chat template renders, if any."""
+    images: np.ndarray | None = None
+    """int64 [documents]: number of images of each conversation; None if there are no images."""
 
     @property
     def day(self) -> str:
@@ -245,8 +262,11 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
         index = replace(index, days=arrays["days"])
         if index.day:
             datetime.date.fromisoformat(index.day)
+    index = replace(index, images=arrays.get("images"))
     shapes = {
-        array.shape for array in (lengths, trained, digests, marks, masks) if array is not None
+        array.shape
+        for array in (lengths, trained, digests, marks, masks, index.images)
+        if array is not None
     }
     if shapes != {(num_documents,)} or index.byte_counts.shape != (256,):
         raise ValueError("arrays with an unexpected shape")
@@ -289,9 +309,9 @@ class EncodedDocuments:
         with self._lock:
             if document not in self._cached:
                 self._cached[document] = encoded
-                self._cached_bytes += encoded.ids.nbytes
+                self._cached_bytes += encoded.num_bytes
             while self._cached_bytes > _CACHED_BYTES and len(self._cached) > 1:
-                self._cached_bytes -= self._cached.popitem(last=False)[1].ids.nbytes
+                self._cached_bytes -= self._cached.popitem(last=False)[1].num_bytes
         return encoded
 
     def where(self, document: int) -> str:

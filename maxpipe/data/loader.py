@@ -21,12 +21,14 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from maxpipe.config.image_format import ImageFormat
 from maxpipe.config.sections.data import DataConfig, section_of
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.config.sections.train import METADATA_KEYS, BatchRamp
 from maxpipe.data import mixture
 from maxpipe.data.chat_spec import ChatSpec
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
+from maxpipe.data.images import IMAGE_TOKENS_LEFT, IMAGES
 from maxpipe.data.mixture import Mixture, Stream
 from maxpipe.data.packing import Sequences
 from maxpipe.data.pairs import PairDocuments
@@ -135,15 +137,18 @@ class Loader:
         mixed: Sequence[str] = (),
         ending: StreamEnd | None = None,
         pairs: Mapping[str, PairDocuments] | None = None,
+        images: ImageFormat | None = None,
     ):
         """Create a loader for a stream.
 
         `mixed` lists the names of all sources in the run's mixture. `ending` defines how a
         repeating stream ends. `pairs` maps source names to documents with preference pairs.
+        `images` is the format of images, if batches have images.
         """
         self.stream = stream
         self.ending = ending
         self.pairs = dict(pairs or {})
+        self.images = images
         self.ramp = ramp
         self.threads = threads
         self.prefetch_batches = prefetch_batches
@@ -204,11 +209,21 @@ class Loader:
         rows = np.arange(count, dtype=np.int32)[rows]
         sources, sequences = self.stream.locate(front + rows.astype(np.int64))
         places = zip(sources.tolist(), sequences.tolist(), strict=True)
-        examples = [self.stream.read(*place) for place in places]
+        examples = [self._with_images(self.stream.read(*place)) for place in places]
         batch = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
         if self._mixture_names:
             batch["source_ids"] = self._source_ids[sources]
         return {**batch, "example_ids": rows}
+
+    def _with_images(self, example: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Return the arrays of a sequence, with unused images set to 0, if batches have images."""
+        if (image := self.images) is None:
+            return example
+        pixels = np.zeros((image.max_images, image.size, image.size, 3), np.uint8)
+        own = example.get(IMAGES, pixels[:0])
+        pixels[: len(own)] = own
+        left = example.get(IMAGE_TOKENS_LEFT, np.zeros_like(example["tokens"]))
+        return {**example, IMAGES: pixels, IMAGE_TOKENS_LEFT: left}
 
     def sequence_origins(self, step: int) -> list[SequenceOrigin]:
         """Return the origin of every sequence in one step's batch. Padding is skipped."""
@@ -436,6 +451,7 @@ def _loader(
         mixed=corpus.mixture_names,
         ending=ending,
         pairs=corpus.pairs,
+        images=corpus.tokenizer.images,
     )
 
 

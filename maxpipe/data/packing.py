@@ -30,6 +30,7 @@ from maxpipe.data.documents import Documents
 from maxpipe.data.formats import disk_cache
 from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.source import track_read
+from maxpipe.data.images import IMAGE_TOKENS_LEFT, IMAGES
 from maxpipe.data.sources import Heartbeat
 from maxpipe.errors import Code, ConfigError
 
@@ -178,6 +179,7 @@ def assemble_sequence(
     segments = np.zeros(size, np.int32)
     trained = np.ones(size, bool)
     positions = np.zeros(size, np.int32)
+    images, left = list[np.ndarray](), np.zeros(size, np.int32)
     at = segment = 0
     for number, begin, end in pieces:
         with track_read(partial(documents.where, number)):
@@ -186,6 +188,10 @@ def assemble_sequence(
         window[here] = document.ids[inside]
         if document.trained is not None:
             trained[here] = document.trained[inside]
+        if document.images is not None and document.image_tokens_left is not None:
+            assert not begin and end == len(document.ids), "images are not split"
+            images.append(document.images)
+            left[here] = document.image_tokens_left
         border = [document.second_half_start] if document.second_half_start else []
         for first, last in itertools.pairwise([begin, *border, end]):
             segment += 1
@@ -199,6 +205,7 @@ def assemble_sequence(
         "segment_ids": segments[:-1],
         "positions": positions[:-1],
         "loss_mask": same.astype(np.float32),
+        **({IMAGES: np.concatenate(images), IMAGE_TOKENS_LEFT: left[:-1]} if images else {}),
     }
 
 
@@ -283,19 +290,24 @@ def pack_documents(
     sequence_length: int,
     strategy: Strategy,
     most_pieces: int = 0,
+    images: np.ndarray | None = None,
+    most_images: int = 0,
 ) -> PackingPlan:
     """Return the packing plan for the documents in `order`, an int64 array of shape [documents].
 
     `lengths`, int64 [all documents], is the number of tokens per document. The same arguments
     produce the same plan on every machine. The chunks of a sequence are in document order. If
     `most_pieces` is not 0, a sequence has at most `most_pieces` chunks: each chunk counts as at
-    least 1 / `most_pieces` of the capacity.
+    least 1 / `most_pieces` of the capacity. If `images`, int64 [all documents], is the number of
+    images per document, each image counts as at least 1 / `most_images` of the capacity.
     """
     documents, begins = _split_into_spans(lengths[order], order, sequence_length)
     capacity = sequence_length + 1
     sizes = np.minimum(lengths[documents] - begins, capacity)
     if most_pieces:
         sizes = np.maximum(sizes, -(-capacity // most_pieces))
+    if images is not None:
+        sizes = np.maximum(sizes, -(-capacity * images[documents] // most_images))
     documents, begins = _to_smallest_dtype(documents), _to_smallest_dtype(begins)
     if strategy == "pad":
         return PackingPlan(np.arange(len(sizes) + 1), documents, begins)
@@ -555,6 +567,10 @@ class Packer:
     """Heartbeat function, called after each chunk of a long computation."""
     max_pairs: int = 0
     """Maximum number of preference pairs per sequence; 0 for other documents."""
+    images: np.ndarray | None = None
+    """int64 [documents]: number of images per document; None if documents have no images."""
+    max_images: int = 0
+    """Maximum number of images per sequence."""
 
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
         """Return the sequences packed from the documents in `order`, int64 [documents]."""
@@ -568,14 +584,25 @@ class Packer:
 
     def _plan(self, lengths: np.ndarray, order: np.ndarray, strategy: Strategy) -> PackingPlan:
         def make(moved: Heartbeat | None = None) -> PackingPlan:
-            return pack_documents(lengths, order, self.sequence_length, strategy, self.max_pairs)
+            return pack_documents(
+                lengths,
+                order,
+                self.sequence_length,
+                strategy,
+                self.max_pairs,
+                self.images,
+                self.max_images,
+            )
 
         if len(order) < _MIN_CACHED_DOCUMENTS or strategy == "pad":
             return make()
         total = hashlib.sha256()
         for part in (order, lengths[order]):
             total.update(np.ascontiguousarray(part, "<i8").data)
-        key = [total.hexdigest(), *([self.max_pairs] if self.max_pairs else [])]
+        if self.images is not None:
+            total.update(np.ascontiguousarray(self.images[order], "<i8").data)
+        limits = (self.max_pairs, self.max_images if self.images is not None else 0)
+        key = [total.hexdigest(), *(limit for limit in limits if limit)]
         return self.load_or_compute("plan", key, _plan_of, make)
 
     def load_or_compute(

@@ -88,6 +88,8 @@ def vision_tower(config: ModelConfig) -> VisionTower | None:
         own.tokens_per_image,
         own.vision_norm_epsilon,
         own.image_token_id,
+        own.image_begin_token_id,
+        own.image_end_token_id,
     )
 
 

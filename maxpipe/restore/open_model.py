@@ -17,6 +17,7 @@ from maxpipe.checkpoint.folder import CheckpointMetadata
 from maxpipe.checkpoint.manager import CheckpointManager, open_address_folder, resolve_step
 from maxpipe.checkpoint.storage import DamagedError, root_cause_text
 from maxpipe.config.check import DEFAULT, error_location
+from maxpipe.config.image_format import image_format
 from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.plugins import check_plugins, with_needed_plugins
 from maxpipe.data.chat_spec import ChatSpec, apply_chat_spec, parse_chat_spec
@@ -86,7 +87,9 @@ class OpenedModel:
                 model's vocabulary.
         """
         self.check_tokenizer(tokenizer)
-        return fit_tokenizer(tokenizer, self.loaded.config.model.vocab_size, model=self.name)
+        config = self.loaded.config
+        fitted = fit_tokenizer(tokenizer, config.model.vocab_size, model=self.name)
+        return fitted.with_images(image_format(config))
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Check that the model was trained with this tokenizer.

@@ -55,6 +55,28 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}
 """
+GEMMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<start_of_turn>' + message['role'] + '\\n' }}
+    {%- if message['content'] is string %}
+        {{- message['content'] }}
+    {%- else %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'image' %}
+                {{- '<start_of_image>' }}
+            {%- else %}
+                {{- part['text'] }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<start_of_turn>model\\n' }}
+{%- endif %}
+"""
+IMAGE_TOKENS = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL}
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 SPECIAL = (
@@ -93,8 +115,11 @@ def without_blocks(template: str) -> str:
     return template
 
 
-def make_tokenizer(folder: Path, template: str = "") -> Path:
-    """Write a Hugging Face tokenizer folder with a small, deterministic byte-level BPE."""
+def make_tokenizer(folder: Path, template: str = "", more: Sequence[str] = ()) -> Path:
+    """Write a Hugging Face tokenizer folder with a small, deterministic byte-level BPE.
+
+    `more` lists control tokens that follow the vocabulary.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -108,7 +133,7 @@ def make_tokenizer(folder: Path, template: str = "") -> Path:
     )
     texts = [each["content"] for messages in CONVERSATIONS for each in messages]
     made.train_from_iterator([*texts, "user assistant system"] * 3, trainer)
-    made.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL])
+    made.add_special_tokens([AddedToken(each, special=True) for each in (*SPECIAL, *more)])
     folder.mkdir(exist_ok=True, parents=True)
     made.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {**ROLES, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -147,6 +172,9 @@ class Listed:
 
     def fingerprint(self) -> str:
         return str(len(self.records))
+
+    def folder(self, index: int) -> str:
+        return "."
 
     def content(self, moved: object = None) -> dict[str, str]:
         return {}

@@ -32,6 +32,9 @@ class Texts:
     def fingerprint(self) -> str:
         return str(len(self.texts))
 
+    def folder(self, index: int) -> str:
+        return "."
+
     def content(self, moved: object = None) -> dict[str, str]:
         return {}
 

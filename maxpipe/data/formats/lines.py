@@ -375,6 +375,10 @@ class JsonLines:
             action = 'Write each document as an object such as {"text": "..."}, or remove the line.'
             raise BadRecord(shorten(line), f"must be a JSON object: {error}.", action) from error
 
+    def file_of(self, index: int) -> File:
+        """Return the file that contains a record."""
+        return self._place(index)[0].file
+
     def where(self, index: int) -> str:
         lines, number = self._place(index)
         return f"{lines.file.path}:{lines.number(number)}"

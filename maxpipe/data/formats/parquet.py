@@ -251,6 +251,10 @@ class ParquetRows:
                     "Copy the file again from an intact source, or remove it from data.path.",
                 ) from error
 
+    def file_of(self, index: int) -> File:
+        """Return the file that contains a record."""
+        return self.files[place_of(self._ends, index)[0]]
+
     def where(self, index: int) -> str:
         which, row = place_of(self._ends, index)
         return f"{self.files[which].path}: row {row}"
@@ -417,6 +421,10 @@ class SavedDataset:
         return self._cache.get(
             which, lambda: (batch.read(self.files[batch.file]), batch.size_bytes)
         )
+
+    def file_of(self, index: int) -> File:
+        """Return the file that contains a record."""
+        return self.files[int(self._batch_files[place_of(self._ends, index)[0]])]
 
     def where(self, index: int) -> str:
         which, row = place_of(self._ends, index)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,10 @@ class Source(Protocol):
 
     def where(self, index: int) -> str:
         """Return a document's file and its position in that file, for use in messages."""
+        ...
+
+    def folder(self, index: int) -> str:
+        """Return the folder of a document's file, to which the paths of images are relative."""
         ...
 
     @property
@@ -177,6 +182,13 @@ class RecordSource:
 
     def where(self, index: int) -> str:
         return self.records.where(index)
+
+    def folder(self, index: int) -> str:
+        file_of = getattr(self.records, "file_of", None)
+        if file_of is None:
+            rule = f"must contain images as bytes, because records of {self.name} have no folder."
+            raise BadRecord("", rule, "Store the bytes of images, or use the source jsonl.")
+        return os.path.dirname(file_of(index).path)
 
     def fingerprint(self) -> str:
         return self.records.fingerprint(self._text.fingerprint_key)

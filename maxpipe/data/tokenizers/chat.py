@@ -36,6 +36,17 @@ Message = dict[str, Any]
 """Message with `role`, `content` and any other keys that a template reads."""
 
 
+class ImageReference(NamedTuple):
+    """An image of a conversation."""
+
+    message: int
+    """Zero-based index of the message that contains the image."""
+    path: str
+    """Path relative to the folder of the record's file; empty if `raw` is set."""
+    raw: bytes | None
+    """Content of the image file."""
+
+
 class ChatInput(NamedTuple):
     """Input of a chat template."""
 
@@ -47,10 +58,14 @@ class ChatInput(NamedTuple):
     """Zero-based indices of the messages that are trained on."""
     unread: tuple[str, ...] = ()
     """Record fields that no other attribute of this class contains."""
+    images: tuple[ImageReference, ...] = ()
+    """Images in the order of the content parts of type `image`."""
 
     def up_to(self, number: int) -> ChatInput:
         """Return the conversation up to message `number`, the only message that is trained on."""
-        return self._replace(messages=self.messages[: number + 1], trained=[number])
+        images = tuple(image for image in self.images if image.message <= number)
+        messages = self.messages[: number + 1]
+        return self._replace(messages=messages, trained=[number], images=images)
 
 
 class Masking(NamedTuple):

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from maxpipe.config.image_format import ImageFormat
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.files import MAX_IDS, PATH
 from maxpipe.errors import Code, ConfigError
@@ -102,6 +103,8 @@ class Tokenizer(ABC):
     """
     byte_lengths: np.ndarray
     """int32 [vocab_size]: length in bytes of each id's text; 0 for control ids."""
+    images: ImageFormat | None = None
+    """Format of images in documents; None if documents have no images."""
     _fingerprint: str
 
     @property
@@ -144,6 +147,25 @@ class Tokenizer(ABC):
         """Return a copy of the tokenizer with some fields of `ControlTokens` changed."""
         changed = copy.copy(self)
         changed.control = replace(self.control, **changes)
+        return changed
+
+    def with_images(self, image: ImageFormat | None) -> Self:
+        """Return a copy for documents with images.
+
+        Raises:
+            ConfigError: an image token of the model is not a control token of the tokenizer.
+        """
+        if image is None:
+            return self
+        known, wanted = self.special_tokens.values(), (image.begin_id, image.token_id, image.end_id)
+        missing = [number for number in wanted if number not in known]
+        if missing:
+            rule = "must have control tokens for images; the tokenizer has no control token with "
+            rule += f"the ID {missing[0]}, which the model uses for images."
+            action = "Set tokenizer.path to the tokenizer of the model."
+            raise ConfigError.one(Code.TOK_MISMATCH, "tokenizer", None, rule, action)
+        changed = copy.copy(self)
+        changed.images = image
         return changed
 
     def with_embedding_rows(self, rows: int) -> Self:

@@ -41,6 +41,10 @@ class VisionTower:
     norm_epsilon: float
     image_token_id: int
     """Token ID of the positions whose embeddings are replaced."""
+    image_begin_token_id: int
+    """Token ID that precedes the tokens of an image."""
+    image_end_token_id: int
+    """Token ID that follows the tokens of an image."""
 
     @property
     def head_dim(self) -> int:
