@@ -21,6 +21,7 @@ from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.evaluation import SavedModel, model_address
 from maxpipe.api.trainer import Trainer
 from maxpipe.checkpoint.address import Address
+from maxpipe.config.image_format import model_image_format
 from maxpipe.config.sections.source import parse_template_kwargs
 from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.prompts import user_chat
@@ -40,6 +41,7 @@ from maxpipe.generation.completions import (
 from maxpipe.generation.decoding import Sampling
 from maxpipe.generation.load_model import open_model
 from maxpipe.huggingface.folder import resolve_model
+from maxpipe.models.config import ModelConfig
 from maxpipe.restore.open_model import defer_interrupt, detect_interrupt
 from maxpipe.step.state import TrainState
 
@@ -142,6 +144,9 @@ class _Model(Protocol):
     @property
     def template_settings(self) -> Mapping[str, Any]: ...
 
+    @property
+    def model_config(self) -> ModelConfig: ...
+
     def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[DecodeEngineProtocol, Any]: ...
@@ -178,17 +183,31 @@ class TextGenerator:
             encode_prompts, tokenizer=self.tokenizer, room=self._model.max_length, first=first
         )
         if self._options.chat:
-            chat = self.tokenizer.chat
+            chat, tokenizer = self.tokenizer.chat, self._with_images(prompts)
             chat = chat and chat.with_settings(self._model.template_settings)
             encode = partial(
                 encode_chats,
-                tokenizer=self.tokenizer,
+                tokenizer=tokenizer,
                 room=self._model.max_length,
                 first=first,
                 where=self._where("chat"),
                 chat=chat,
             )
         return encode(prompts)
+
+    def _with_images(self, conversations: Sequence[Any]) -> Tokenizer:
+        """Return the tokenizer for conversations that can have images.
+
+        Raises:
+            ConfigError: a conversation has images, but the model has no vision tower.
+        """
+        count = max((len(each.images) for each in conversations), default=0)
+        image = model_image_format(self._model.model_config, count)
+        if count and image is None:
+            rule = "must be a model with a vision tower, because a prompt has images."
+            action = "Leave out the images, or import the model with `maxpipe import --images`."
+            raise ConfigError.one(Code.MODEL_IMAGES, self._where("image"), None, rule, action)
+        return self.tokenizer.with_images(image)
 
     def load(self) -> None:
         """Start the devices, and load the parameters."""
@@ -374,6 +393,10 @@ class _TrainedModel:
     @property
     def max_length(self) -> int:
         return self._trainer.config.train.sequence_length
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self._trainer.config.model
 
     @property
     def template_settings(self) -> Mapping[str, Any]:

@@ -35,6 +35,7 @@ def _generate(options: argparse.Namespace) -> int:
     from maxpipe.huggingface.folder import resolve_model
 
     model = resolve_model(options.checkpoint, average=options.average)
+    _check_images(options)
     names = [field.name for field in dataclasses.fields(GenerationOptions)]
     chosen = GenerationOptions(**{name: getattr(options, name) for name in names})
     chosen.check(_location, _option)
@@ -68,6 +69,19 @@ def _generate(options: argparse.Namespace) -> int:
         else:
             answer(prompts)
     return ExitCode.DONE
+
+
+def _check_images(options: argparse.Namespace) -> None:
+    """Check that images are used with user messages.
+
+    Raises:
+        ConfigError: another option excludes images.
+    """
+    is_file = options.prompts not in (None, _STDIN)
+    if options.image and (not options.chat or options.interactive or is_file):
+        rule = "requires --chat and --prompt, because images are part of a user message."
+        action = "Add --chat, and pass the text with --prompt."
+        raise ConfigError.one(Code.CLI_CONFLICT, "command line: --image", None, rule, action)
 
 
 def _option(name: str) -> str:
@@ -104,8 +118,34 @@ def _conversations(options: argparse.Namespace) -> list[ChatInput]:
     from maxpipe.data.prompts import read_conversations, user_chat
 
     if options.prompts is None or options.prompts == _STDIN:
-        return [user_chat(text) for text in _prompts(options)]
+        chats = [user_chat(text) for text in _prompts(options)]
+        return [_with_images(chat, options.image) for chat in chats] if options.image else chats
     return read_conversations(options.prompts, f"command line: --prompts {options.prompts}")
+
+
+def _with_images(chat: ChatInput, paths: list[str]) -> ChatInput:
+    """Return a user message with images before its text.
+
+    Raises:
+        ConfigError: an image file cannot be read.
+    """
+    from maxpipe.data.images import MAX_FILE_BYTES
+    from maxpipe.data.tokenizers.chat import ImageReference
+    from maxpipe.io.files import read
+
+    images = []
+    for path in paths:
+        try:
+            images.append(ImageReference(0, "", read(path, MAX_FILE_BYTES)))
+        except OSError as error:
+            rule = f"must be a readable image file: {error.strerror or error}."
+            where = "command line: --image"
+            raise ConfigError.one(
+                Code.DATA_IMAGE, where, path, rule, "Correct the path of the image."
+            ) from error
+    text = {"type": "text", "text": chat.messages[0]["content"]}
+    content = [*({"type": "image"} for _ in images), text]
+    return chat._replace(messages=[{"role": "user", "content": content}], images=tuple(images))
 
 
 def _converse(answer: Callable[[str, int], object]) -> None:
@@ -276,6 +316,13 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--chat", action="store_true", help="format prompts as user messages with the chat template"
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image before the text of each prompt; requires --chat; repeat for several images",
     )
     parser.add_argument(
         "--logprobs", action="store_true", help="print the log-probability of every token, in nats"

@@ -27,7 +27,8 @@ IMAGES, IMAGE_TOKENS_LEFT = "images", "image_tokens_left"
 """Names of the arrays of a sequence that contain its images (uint8 `[N, H, W, 3]`) and the number
 of tokens of an image from each of its tokens to its last token (int32 `[T]`, 0 for text)."""
 
-_MAX_FILE_BYTES = 1 << 26
+MAX_FILE_BYTES = 1 << 26
+"""Maximum size of an image file in bytes."""
 _MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV")
@@ -149,7 +150,7 @@ def _read_file(path: str, folder: Callable[[], str], which: str) -> bytes:
         raise BadImage(which, rule, "Write a path relative to the folder of the record's file.")
     full = os.path.join(folder(), path)
     try:
-        return files.read(full, _MAX_FILE_BYTES)
+        return files.read(full, MAX_FILE_BYTES)
     except OSError as error:
         rule = f"must be a readable file at {full}: {error.strerror or error}."
         action = "Correct the path, which is relative to the folder of the record's file."
@@ -162,8 +163,8 @@ def decode_image(raw: bytes, size: int, which: str = "image") -> np.ndarray:
     Raises:
         BadImage: the image is damaged, exceeds a limit, is animated, or has an unsupported format.
     """
-    if not raw or len(raw) > _MAX_FILE_BYTES:
-        rule = f"must have from 1 to {_MAX_FILE_BYTES} bytes; found {len(raw)}."
+    if not raw or len(raw) > MAX_FILE_BYTES:
+        rule = f"must have from 1 to {MAX_FILE_BYTES} bytes; found {len(raw)}."
         raise BadImage(which, rule, _ACTION)
     try:
         with Image.open(io.BytesIO(raw), formats=_FORMATS) as image:

@@ -14,10 +14,18 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from maxpipe.data.formats.record_text import BadRecord
+from maxpipe.data.images import decode_images, expand_image_tokens, image_tokens_left
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.errors import Code, ConfigError, DivergenceError
-from maxpipe.generation.decoding import DecodeShape, Refill, RefillPrompt, padded_length
+from maxpipe.generation.decoding import (
+    DecodeShape,
+    PromptImages,
+    Refill,
+    RefillPrompt,
+    padded_length,
+)
 
 _REPLACEMENT_CHARACTER = "\ufffd"
 """Character that a tokenizer returns for invalid or incomplete UTF-8."""
@@ -158,6 +166,7 @@ class Prompt(NamedTuple):
     text: str
     ids: list[int]
     """Token ids, including BOS."""
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,11 @@ class DecodeEngineProtocol(Protocol):
         """Return whether new prompts can replace finished sequences."""
         ...
 
+    @property
+    def supports_images(self) -> bool:
+        """Return whether prompts can have images."""
+        ...
+
     def run(
         self,
         params: Any,
@@ -213,6 +227,7 @@ class DecodeEngineProtocol(Protocol):
         numbers: Sequence[int],
         size: DecodeShape,
         refill: Refill | None = None,
+        images: Sequence[PromptImages | None] = (),
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Yield, in each step, the next tokens of all sequences and their log-probabilities, both
         `[B]`.
@@ -314,8 +329,13 @@ def encode_chats(
             _check_text(number, str(message.get("content", "")))
     prompts = []
     for number, text in enumerate(chat.render(conversations), first):
-        message = str(conversations[number - first].messages[-1].get("content", ""))
-        ids = tokenizer.encode_chat(text).tolist()
+        conversation = conversations[number - first]
+        message = _message_text(conversation.messages[-1].get("content", ""))
+        images = None
+        if conversation.images:
+            ids, images = _encode_images(text, conversation, tokenizer, number)
+        else:
+            ids = tokenizer.encode_chat(text).tolist()
         if not ids:
             raise ConfigError.one(
                 Code.TOK_TEMPLATE,
@@ -324,8 +344,38 @@ def encode_chats(
                 f"must render at least one token, but rendered none for prompt {number + 1}.",
                 f"Fix the template, or omit {where.rpartition(' ')[2]}.",
             )
-        prompts.append(_check_length(Prompt(number, message, ids), room))
+        prompts.append(_check_length(Prompt(number, message, ids, images), room))
     return prompts
+
+
+def _message_text(content: object) -> str:
+    """Return the text of a message, with `[image]` in place of each image."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
+
+
+def _encode_images(
+    text: str, conversation: ChatInput, tokenizer: Tokenizer, number: int
+) -> tuple[list[int], PromptImages]:
+    """Return the token IDs of a rendered conversation with images, and the images.
+
+    Raises:
+        ConfigError: an image cannot be used.
+    """
+    image, count = tokenizer.images, len(conversation.images)
+    assert image is not None, "the generator sets the format of images"
+    try:
+        full = expand_image_tokens(text, [], count, image, tokenizer.special_tokens).text
+        ids = tokenizer.encode_chat(full)
+        left = image_tokens_left(ids, image, count)
+        pixels = decode_images(conversation.images, lambda: "", image.size).pixels
+    except BadRecord as error:
+        where = f"prompt {number + 1}"
+        raise ConfigError.one(
+            Code.DATA_IMAGE, where, error.value, error.rule, error.action
+        ) from error
+    return ids.tolist(), PromptImages(pixels, left)
 
 
 def _check_length(prompt: Prompt, room: int) -> Prompt:
@@ -367,6 +417,10 @@ def complete(
         KeyboardInterrupt: generation was interrupted, and all completions have been written.
     """
     size = batch_shape(prompts, limits, decoding.batch_multiple)
+    if size.num_images and not decoding.supports_images:
+        rule = "must be 1 to generate with images."
+        action = "Set mesh.ici_stage=1 and mesh.dcn_stage=1."
+        raise ConfigError.one(Code.MODEL_IMAGES, "mesh.ici_stage", None, rule, action)
     every = [
         Completion(prompt, CompletionText(tokenizer, prompt.ids, limits.stops))
         for prompt in prompts
@@ -394,7 +448,8 @@ def batch_shape(prompts: Sequence[Prompt], limits: GenerationLimits, shards: int
     rows = min(limits.batch_size, len(prompts))
     longest = max(limits.longest_prompt, *(len(prompt.ids) for prompt in prompts))
     more = min(limits.max_tokens, limits.max_length)
-    return DecodeShape(math.ceil(rows / shards) * shards, padded_length(longest), more)
+    images = max(0 if prompt.images is None else len(prompt.images.pixels) for prompt in prompts)
+    return DecodeShape(math.ceil(rows / shards) * shards, padded_length(longest), more, images)
 
 
 def _steps(
@@ -423,8 +478,9 @@ def _steps(
         [completion.prompt.ids for completion in batch],
         [completion.prompt.number for completion in batch],
     )
-    more = refill if decoding.supports_refill and waiting else None
-    with contextlib.closing(decoding.run(*inputs, size, more)) as drawn:
+    more = refill if decoding.supports_refill and waiting and not size.num_images else None
+    images = [completion.prompt.images for completion in batch]
+    with contextlib.closing(decoding.run(*inputs, size, more, images)) as drawn:
         for tokens, logprobs in drawn:
             for row, completion in enumerate(batch):
                 if completion.finish_reason is not None:

@@ -9,9 +9,10 @@ random key per sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int, Key
 
 from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT, IMAGES
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC
 
@@ -172,6 +174,15 @@ class TokenBatch(NamedTuple):
     positions: Any
 
 
+class PromptImages(NamedTuple):
+    """Images of a prompt."""
+
+    pixels: np.ndarray
+    """uint8 `[n, S, S, 3]`."""
+    tokens_left: np.ndarray
+    """Number of tokens of an image from each of its tokens to its last token, int32 `[T]`."""
+
+
 class DecodeShape(NamedTuple):
     """Sizes of a batch. Each combination of sizes needs a separate compilation."""
 
@@ -180,10 +191,17 @@ class DecodeShape(NamedTuple):
     """Number of tokens per prompt, including padding."""
     max_new_tokens: int
     """Maximum number of generated tokens."""
+    num_images: int = 0
+    """Maximum number of images per prompt."""
 
     @property
     def prefill_chunk(self) -> int:
-        """Return the number of prompt tokens per prefill chunk."""
+        """Return the number of prompt tokens per prefill chunk.
+
+        Prompts with images form one chunk, because the tokens of an image attend to later tokens.
+        """
+        if self.num_images:
+            return self.prompt_length
         return min(self.prompt_length, _MAX_PREFILL_CHUNK)
 
 
@@ -216,6 +234,18 @@ def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBa
     return batch
 
 
+def pad_images(images: Sequence[PromptImages | None], size: DecodeShape) -> dict[str, np.ndarray]:
+    """Return the batch arrays of the prompts' images, padded as `left_pad` pads tokens."""
+    shape = next(each.pixels.shape[1:] for each in images if each is not None)
+    pixels = np.zeros((size.batch_size, size.num_images, *shape), np.uint8)
+    left = np.zeros((size.batch_size, size.prompt_length), np.int32)
+    for row, each in enumerate(images):
+        if each is not None:
+            pixels[row, : len(each.pixels)] = each.pixels
+            left[row, size.prompt_length - len(each.tokens_left) :] = each.tokens_left
+    return {IMAGES: pixels, IMAGE_TOKENS_LEFT: left}
+
+
 def place_replicated(array: np.ndarray, sharding: NamedSharding) -> Array:
     """Transfer an array to the devices. Every process must have a full copy of the array."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -240,6 +270,8 @@ class DecodeEngine:
 
     supports_refill = True
     """Whether new prompts can replace finished sequences."""
+    supports_images = True
+    """Whether prompts can have images."""
 
     @property
     def batch_multiple(self) -> int:
@@ -253,6 +285,7 @@ class DecodeEngine:
         numbers: Sequence[int],
         size: DecodeShape,
         refill: Refill | None = None,
+        images: Sequence[PromptImages | None] = (),
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Yield, in each step, the next tokens of all sequences and their log-probabilities, both
         `[B]`.
@@ -266,12 +299,14 @@ class DecodeEngine:
             refill: called after each step; returns prompts that replace finished sequences. The
                 next step yields the first token after each of these prompts. If `refill` is set,
                 the generator never ends.
+            images: images of each prompt if `size.num_images` is above 0.
         """
         with jax.set_mesh(self.mesh):
             padded_numbers = np.zeros(size.batch_size, np.int32)
             padded_numbers[: len(numbers)] = numbers
             named = self._place(padded_numbers)
-            kept, drawn = self._prefill(params, self._init_program(size), named, prompts, size)
+            empty = self._init_program(size)
+            kept, drawn = self._prefill(params, empty, named, prompts, size, images)
         try:
             left = size.max_new_tokens
             while left:
@@ -293,14 +328,17 @@ class DecodeEngine:
         named: Int[Array, " B"],
         prompts: Sequence[Sequence[int]],
         size: DecodeShape,
+        images: Sequence[PromptImages | None] = (),
     ) -> tuple[DecodeState, SampledTokens]:
         """Return the state after the prompts, and the first sampled token of each sequence."""
         rows, drawn = left_pad(prompts, size.batch_size, size.prompt_length), None
+        arrays = pad_images(images, size) if size.num_images else {}
+        pixels = {name: self._place(array) for name, array in arrays.items()}
         for start in range(0, size.prompt_length, size.prefill_chunk):
             piece = TokenBatch(
                 *(self._place(array[:, start : start + size.prefill_chunk]) for array in rows)
             )
-            kept, drawn = self._prefill_program(params, kept, named, piece)
+            kept, drawn = self._prefill_program(params, kept, named, piece, pixels)
         assert drawn is not None
         return kept, drawn
 
@@ -434,9 +472,15 @@ class DecodeEngine:
         return self._extend_and_sample(params, kept, numbers, piece)
 
     def _extend_and_sample(
-        self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], piece: Any
+        self,
+        params: Tree,
+        kept: DecodeState,
+        numbers: Int[Array, " B"],
+        piece: Any,
+        images: Mapping[str, Array] = MappingProxyType({}),
     ) -> tuple[DecodeState, SampledTokens]:
-        logits, caches = self.decoder.extend(params, piece._asdict(), kept.caches, last=1)
+        batch = {**piece._asdict(), **images}
+        logits, caches = self.decoder.extend(params, batch, kept.caches, last=1)
         # Replicate the vocabulary dim, so that sampling does not depend on its sharding.
         logits = jax.lax.with_sharding_constraint(logits[:, -1], PartitionSpec(BATCH_AXES, None))
         seen = kept.seen_tokens

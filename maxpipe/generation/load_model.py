@@ -34,6 +34,7 @@ from maxpipe.generation.pipeline_decoding import (
     to_decode_params,
 )
 from maxpipe.io.formatting import pluralize
+from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import STAGE, build_mesh, describe_mesh
@@ -78,6 +79,9 @@ class LazyModel(Protocol):
         """Return the values of `data.chat_template_kwargs` in the model's config."""
         ...
 
+    @property
+    def model_config(self) -> ModelConfig: ...
+
     def load(self, say: MessageCallback) -> LoadedModel:
         """Initialize the devices and load the parameters. `say` receives progress messages."""
         ...
@@ -119,6 +123,10 @@ class _Model:
     @property
     def template_settings(self) -> Mapping[str, Any]:
         return parse_template_kwargs(self.loaded.config.data.chat_template_kwargs)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.loaded.config.model
 
     @property
     def max_length(self) -> int:

@@ -30,6 +30,7 @@ from maxpipe.generation.decoding import (
     TEXT,
     DecodeEngine,
     DecodeShape,
+    PromptImages,
     Refill,
     SampledTokens,
     Sampling,
@@ -103,6 +104,8 @@ class PipelineDecodeEngine:
     """Whether new prompts can replace finished sequences: never, because the ring is filled only
     once per batch.
     """
+    supports_images = False
+    """Whether prompts can have images: never, because a prompt is processed in several chunks."""
 
     @property
     def batch_multiple(self) -> int:
@@ -120,9 +123,10 @@ class PipelineDecodeEngine:
         numbers: Sequence[int],
         size: DecodeShape,
         refill: Refill | None = None,
+        images: Sequence[PromptImages | None] = (),
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Implement `DecodeEngine.run` for `params` that are stacked as in `layout`."""
-        assert refill is None
+        assert refill is None and not size.num_images
         padded_numbers = np.zeros(size.batch_size, np.int32)
         padded_numbers[: len(numbers)] = numbers
         rows, newest_tokens = left_pad(prompts, size.batch_size, size.prompt_length), []

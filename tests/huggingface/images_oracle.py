@@ -3,7 +3,8 @@
 Usage: images_oracle.py JOBS OUT. JOBS is a JSON list: `config` is the content of a config.json,
 `seed` draws the weights, and `folder` is the folder to write. If `arrays` is set, it names a file
 with `tokens`, `images` and `mask`, and the logits, the loss and the gradients are written to the
-files `logits` and the folder `gradients`. A job with `logits` only reads `folder`.
+files `logits` and the folder `gradients`. A job with `logits` only reads `folder`. A job with
+`messages` and `files` writes the tokens and the pixels of the processor to the file `processed`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
+from PIL import Image
 from transformers import (  # pyright: ignore[reportMissingImports]
+    AutoTokenizer,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessorPil,
+    Gemma3Processor,
 )
+
+ROLES = {
+    "boi_token": "<start_of_image>",
+    "image_token": "<image_soft_token>",
+    "eoi_token": "<end_of_image>",
+}
 
 
 def make(job: dict[str, Any]) -> None:
@@ -61,11 +71,35 @@ def run(job: dict[str, Any]) -> float:
     return float(loss.detach())
 
 
+def process(job: dict[str, Any]) -> None:
+    """Save the tokens and pixels of a conversation."""
+    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"], extra_special_tokens=ROLES)
+    size = {"height": job["size"], "width": job["size"]}
+    images = Gemma3ImageProcessorPil(size=size)
+    processor = Gemma3Processor(
+        images,
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_length=job["num_tokens"],
+    )
+    text = processor.apply_chat_template(job["messages"], tokenize=False)
+    found = processor(
+        text=[text],
+        images=[[Image.open(path) for path in job["files"]]],
+        return_tensors="np",
+        add_special_tokens=False,
+    )
+    names = ("input_ids", "pixel_values", "token_type_ids")
+    np.savez(job["processed"], **{name: np.asarray(found[name]) for name in names})
+
+
 def main() -> None:
     jobs, found = json.loads(Path(sys.argv[1]).read_text()), []
     for job in jobs:
         if "seed" in job:
             make(job)
+        if "messages" in job:
+            process(job)
         found.append(run(job) if "arrays" in job else None)
     Path(sys.argv[2]).write_text(json.dumps(found))
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from maxpipe.checkpoint.address import parse_address
 from maxpipe.huggingface.export import export
@@ -17,8 +18,13 @@ from maxpipe.huggingface.folder import HuggingFaceFolder, open_folder
 from maxpipe.huggingface.import_ import import_folder
 from maxpipe.models.param_names import unflatten
 from maxpipe.nn.decoder import Decoder, cross_entropy
+from maxpipe.nn.vision import normalize_image
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
+from tests.data.conversations import GEMMA, IMAGE_TOKENS, make_tokenizer
+from tests.data.test_images import PER_IMAGE as TOKENS_IN_DATA
+from tests.data.test_images import SIZE as SIZE_IN_DATA
+from tests.data.test_images import make_png, open_records
 from tests.huggingface.test_oracle import PYTHON, oracle_answers, reason
 
 pytestmark = pytest.mark.oracle
@@ -160,3 +166,42 @@ def test_import_without_images_is_the_text_model(job: dict[str, Any]) -> None:
     assert not any(name.startswith("vision.") for name in source.mapping.shapes)
     assert source.description.config.own.num_vision_layers == 0
     assert len(source.unused_tensors) == 39
+
+
+def test_records_equal_the_processor_of_transformers(tmp_path: Path) -> None:
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    more = ("<start_of_turn>", "<end_of_turn>", *IMAGE_TOKENS)
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", GEMMA, more)
+    random = np.random.default_rng(0)
+    shapes = {"wide.png": (31, 17, 3), "tall.jpg": (9, 44, 3), "clear.png": (20, 20, 4)}
+    for name, shape in shapes.items():
+        Image.fromarray(random.integers(0, 256, shape, np.uint8)).save(tmp_path / name)
+    (tmp_path / "small.gif").write_bytes(make_png(size=(SIZE_IN_DATA, SIZE_IN_DATA)))
+    names = [*shapes, "small.gif"]
+    question = [{"type": "text", "text": "Look: "}]
+    question += [{"type": "image", "path": name} for name in names]
+    question += [{"type": "text", "text": " what is it?"}]
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "Noise."},
+    ]
+    job = {
+        "tokenizer": str(tokenizer),
+        "size": SIZE_IN_DATA,
+        "num_tokens": TOKENS_IN_DATA,
+        "files": [str(tmp_path / name) for name in names],
+        "messages": messages,
+        "processed": str(tmp_path / "processed.npz"),
+    }
+    oracle_answers("images_oracle.py", [job], tmp_path)
+    _, datasets = open_records(tokenizer, tmp_path, [{"messages": messages}], images=4)
+    row = datasets.train.sequences[0]
+    wanted = np.load(tmp_path / "processed.npz")
+    ids = wanted["input_ids"][0]
+    np.testing.assert_array_equal(row["tokens"][: len(ids)], ids[: len(row["tokens"])])
+    is_image = wanted["token_type_ids"][0] == 1
+    np.testing.assert_array_equal(row["image_tokens_left"][: len(ids)] > 0, is_image)
+    for pixels, theirs in zip(row["images"], wanted["pixel_values"], strict=True):
+        mine = normalize_image(jnp.asarray(pixels)).transpose(2, 0, 1)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
