@@ -127,7 +127,11 @@ def _segments(
 def iterate_text_spans(
     tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray
 ) -> Iterator[TextSpan]:
-    """Yield the text of `ids`, split wherever the bool [tokens] mask `trained` changes."""
+    """Yield the text of `ids`, split wherever the bool [tokens] mask `trained` changes.
+
+    The tokens of an image are shown as one placeholder.
+    """
+    image, num_image_tokens = tokenizer.images, 0
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     text = open_text_stream(tokenizer)
     held = TextSpan("", is_trained=False)
@@ -135,6 +139,10 @@ def iterate_text_spans(
         if is_control := i in tokenizer.special_ids:
             held = held._replace(text=held.text + text.finish())
             added = names.get(i, f"<{i}>")
+            if image is not None and i == image.token_id:
+                is_first = num_image_tokens % image.num_tokens == 0
+                added = f"[image of {image.num_tokens} tokens]" if is_first else ""
+                num_image_tokens += 1
         else:
             added = text.push(i)
         if held[1:] == (is_trained, is_control):

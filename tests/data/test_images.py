@@ -18,6 +18,7 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.datasets import build_datasets
 from maxpipe.data.images import BadImage, decode_image, expand_image_tokens, image_tokens_left
+from maxpipe.data.inspect_batch import inspect_sequence
 from maxpipe.data.loader import Datasets
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import Code, ConfigError, StorageError
@@ -165,6 +166,17 @@ def test_parquet_rows_with_bytes_and_a_field_of_images(tokenizer: Path, tmp_path
     batch = build_datasets(config, lambda: None).train.batch(0)
     for number, raw in enumerate((first, second)):
         np.testing.assert_array_equal(batch["images"][0, number], decode_image(raw, SIZE))
+
+
+def test_image_tokens_are_shown_as_a_placeholder(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(make_png())
+    record = {"messages": [question({"path": "a.png"}, {"path": "a.png"}), ANSWER]}
+    _, datasets = open_records(tokenizer, tmp_path, [record])
+    (segment,) = inspect_sequence(datasets.train, datasets.tokenizer, 0, 0).segments
+    text = "".join(piece.text for piece in segment.pieces)
+    shown = f"<start_of_image>[image of {PER_IMAGE} tokens]<end_of_image>"
+    assert text.count(shown) == 2 and "<image_soft_token>" not in text
+    assert not any(piece.is_trained for piece in segment.pieces if "[image" in piece.text)
 
 
 def test_packing_limits_the_images_of_a_sequence(tokenizer: Path, tmp_path: Path) -> None:
