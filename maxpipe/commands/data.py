@@ -167,6 +167,16 @@ def _prepare(options: argparse.Namespace) -> int:
     if not options.out:
         rule = "must name a folder, but is empty."
         raise ConfigError.one(Code.CLI_OUTPUT, _OUT, '""', rule, "Add --out tokens.")
+    if config.data.max_images_per_sequence:
+        rule = "must be 0 to prepare documents: prepared folders contain no images."
+        action = "Train on the records themselves, or set data.max_images_per_sequence=0."
+        raise ConfigError.one(
+            Code.MODEL_IMAGES,
+            "data.max_images_per_sequence",
+            config.data.max_images_per_sequence,
+            rule,
+            action,
+        )
     name = _source_to_prepare(config.data, options.source)
     plan = PrepareJob(
         data=all_sources(config.data)[name],

@@ -448,6 +448,7 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _compute_statistics(config: Config) -> Iterator[Statistics]:
+    from maxpipe.config.image_format import image_format
     from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import wrap_section_errors
@@ -455,7 +456,7 @@ def _compute_statistics(config: Config) -> Iterator[Statistics]:
 
     progress = ProgressBar()
     try:
-        tokenizer = open_tokenizer(config.tokenizer)
+        tokenizer = open_tokenizer(config.tokenizer).with_images(image_format(config))
         for name, source in all_sources(config.data).items():
             with wrap_section_errors(name):
                 seed = seed_of(name, config.run.seed)

@@ -34,6 +34,7 @@ from maxpipe.checkpoint.storage import (
     to_epath,
 )
 from maxpipe.config.check import check_training, find_warnings
+from maxpipe.config.image_format import image_format
 from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.rules import axis_size
 from maxpipe.config.schema import Config
@@ -355,6 +356,7 @@ def check_data(config: Config) -> Iterator[CheckResult]:
         yield CheckResult(section_of(name), "ok", text)
     try:
         tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)
+        tokenizer = tokenizer.with_images(image_format(config))
     except ConfigError as error:
         yield from _config_error_checks("tokenizer", error)
         return

@@ -13,12 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, UInt8
 
-from maxpipe.models.layers.vision import VisionTower
+from maxpipe.models.layers.vision import QUERY_BLOCK, VisionTower
 
 Params = dict[str, Any]
-
-_QUERY_BLOCK = 512
-"""Number of query patches whose scores are in memory at the same time."""
 
 
 def image_embeddings(
@@ -85,7 +82,7 @@ def _attend(
 ) -> Float[Array, "P N H"]:
     """Compute attention between all patches, for one block of query patches at a time."""
     patches, heads, size = query.shape
-    blocks = -(-patches // _QUERY_BLOCK)
+    blocks = -(-patches // QUERY_BLOCK)
     block = -(-patches // blocks)
     padded = jnp.pad(query, ((0, blocks * block - patches), (0, 0), (0, 0)))
 

@@ -41,6 +41,7 @@ COLOURS = {
     "stash": "#5a3aa6",
     "deferred": "#bba6ef",
     "outside": "#a12e56",
+    "vision": "#8fae5d",
     "layer": "#166c79",
     "logits": "#7fcbd6",
     "inbox": "#6b6510",

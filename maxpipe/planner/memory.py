@@ -23,8 +23,10 @@ from maxpipe.planner.memory_terms import (
     gathered_bytes,
     gathers_weights,
     gradient_copy_bytes,
+    image_bytes,
     optimizer_bytes,
     optimizer_layer_bytes,
+    vision_bytes,
 )
 from maxpipe.planner.sizes import ParameterCounts, Sizes
 from maxpipe.schedule.table import Schedule
@@ -79,6 +81,7 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
         sizes = replace(sizes, config=replace(sizes.config, pipeline=pipeline))
     terms = state(sizes) | {REFERENCE: reference(sizes)} | buffers(sizes, schedule)
     terms |= _gathered_weights(sizes, schedule)
+    terms["vision"] = vision_bytes(sizes)
     working = sizes
     if platform == "tpu":
         terms["copies"] = _copies(sizes)
@@ -127,6 +130,7 @@ def state(sizes: Sizes) -> dict[str, float]:
     """Return the size in bytes of the step's arguments: state and batch."""
     # The batch has four int32 arrays of IDs and a float32 mask.
     batch = sizes.batch.per_device * (5 * 4 * sizes.config.train.sequence_length + 4)
+    batch += image_bytes(sizes)
     return {"state": state_bytes(sizes, sizes.params), "batch": float(batch)}
 
 
@@ -173,6 +177,7 @@ def attention_workspace_bytes(sizes: Sizes) -> float:
 def _parameter_bytes(sizes: Sizes, params: ParameterCounts) -> float:
     """Return the total size in bytes of stored parameters on one device."""
     ends = params.norm_elements + params.embedding_elements() + params.mtp_elements()
+    ends += params.vision_elements()
     ends += 0 if sizes.model.ends.head is None else params.head_elements()
     layers = _layer_bytes(sizes, sizes.layers.slots, params)
     layers += _layer_bytes(sizes, sizes.layers.prologue, params)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from maxpipe.hardware import GIB, USABLE_MEMORY_FRACTION
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.layers.vision import QUERY_BLOCK
 from maxpipe.models.spec import Param
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, state_arrays
 from maxpipe.parallel.axes import BLOCK_SIZES, axis_table, find_zero1_dim
@@ -76,6 +77,10 @@ TERMS: dict[str, Term] = {
     ),
     "inbox": Term("receive buffers", "a larger pipeline.microbatches"),
     "sent": Term("send buffers", "a larger pipeline.microbatches"),
+    "vision": Term(
+        "image embeddings, gathered weights and activations of the vision tower",
+        "a smaller data.max_images_per_sequence, or model.frozen=[vision.*]",
+    ),
     "outside": Term(
         "activations of the prologue layers",
         "pipeline.prologue_layers=0, pipeline.remat=chunk",
@@ -351,3 +356,33 @@ def _scale_bytes(sizes: Sizes, param: Param) -> float:
         return 4.0
     sides = param.dims[: param.num_contracted_dims], param.dims[param.num_contracted_dims :]
     return 4.0 * sum(sizes.mesh.elements(dims, whole=True) for dims in sides)
+
+
+def image_bytes(sizes: Sizes) -> float:
+    """Return the size in bytes of the images in a batch on one device."""
+    count, tower = sizes.config.data.max_images_per_sequence, sizes.model.ends.vision
+    if not count or tower is None:
+        return 0.0
+    tokens = 4 * sizes.config.train.sequence_length
+    return float(sizes.batch.per_device * (count * math.prod(tower.image_shape) + tokens))
+
+
+def vision_bytes(sizes: Sizes) -> float:
+    """Return the size in bytes of image embeddings and of the vision tower at work on one device.
+
+    The tower processes one image at a time. If it is trained, its float32 weights and gradients are
+    gathered, and the inputs of its layers and the gradients of the embeddings are saved.
+    """
+    count, tower = sizes.config.data.max_images_per_sequence, sizes.model.ends.vision
+    if not count or tower is None:
+        return 0.0
+    itemsize = sizes.activations.itemsize
+    embeddings = itemsize * count * tower.tokens_per_image * tower.d_model
+    trained = sizes.trained.vision_elements(whole=True)
+    total = float(sizes.batch.per_device * embeddings * (2 if trained else 1))
+    stored = 4 if trained else BYTES[sizes.config.model.param_dtype]
+    total += stored * sizes.params.vision_elements(whole=True) + 4.0 * trained
+    patches = tower.num_patches
+    scores = 2 * 4 * tower.num_heads * min(patches, QUERY_BLOCK) * patches
+    layers = tower.num_layers if trained else 1
+    return total + scores + itemsize * layers * patches * tower.width

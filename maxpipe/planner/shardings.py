@@ -136,7 +136,7 @@ def _parameters(on: _Mesh) -> Iterator[ArraySharding]:
         for (part, name), each in model.layer_types[kind].params.items():
             stacked = tuple(zip(lengths, STACK, strict=True))
             yield parameter(f"layers.{kind}.{part}.{name}", each, stacked)
-    for first in ("final_norm", "head", "ahead"):
+    for first in ("final_norm", "head", "ahead", "vision"):
         yield from of_end(first)
 
 

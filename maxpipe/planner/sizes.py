@@ -224,6 +224,10 @@ class ParameterCounts:
         """Return the number of MTP parameters, excluding the output projection."""
         return self._end_elements("ahead", whole=whole)
 
+    def vision_elements(self, *, whole: bool = False) -> int:
+        """Return the number of parameters in the vision tower and its projector."""
+        return self._end_elements("vision", whole=whole)
+
     def mtp_matrix_elements(self) -> int:
         """Return the number of parameters in gathered MTP matrices that are not part of a layer."""
         return sum(

@@ -164,6 +164,7 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("gemma3-1b", 999_885_952),
         # Published counts, without the vision tower (416,866,032) and the projector.
         ("gemma3-4b", 4_300_079_472 - 416_866_032 - 1_152 * (2_560 + 1)),
+        ("gemma3-4b-images", 4_300_079_472),
         ("gemma3-12b", 12_187_325_040 - 416_866_032 - 1_152 * (3_840 + 1)),
         ("gemma3-27b", 27_432_406_640 - 416_866_032 - 1_152 * (5_376 + 1)),
     ],

@@ -14,6 +14,8 @@ from maxpipe.models.spec import Constant, Dims, Normal, Param
 VISION = "vision"
 """First part of the names of the parameters of the vision tower and its projector."""
 CHANNELS = 3
+QUERY_BLOCK = 512
+"""Number of query patches whose attention scores are in memory at the same time."""
 
 
 @dataclass(frozen=True)
