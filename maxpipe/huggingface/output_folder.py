@@ -24,7 +24,8 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),
 )
-"""Names of the tokenizer, processor and generation files that are copied, in addition to vocabulary files."""
+"""Names of the tokenizer, processor and generation files that are copied, in addition to vocabulary
+files."""
 
 _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
 """Pattern for the names of SentencePiece and tiktoken vocabulary files."""
