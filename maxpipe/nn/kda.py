@@ -9,12 +9,12 @@ until the boundary and the decay since the boundary, and both factors are at mos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
@@ -33,6 +33,8 @@ from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _HEADS = (None, None, "heads", None)
+_RESET = -1e30
+"""Log decay that clears the state. The number is finite, because masks are multiplied with it."""
 
 
 class KimiDelta(SpecModule):
@@ -147,40 +149,13 @@ def _log_decay(
     segments: Int[Array, "B T"],
     before: RecurrentCache,
 ) -> Float[Array, "B T H d"]:
-    """Return the log decay of the state before each token; -inf at the start of a document."""
+    """Return the log decay of the state before each token. At the start of a document, `_RESET`
+    clears the state.
+    """
     rate, bias = (weights[name].astype(jnp.float32) for name in ("decay", "decay_bias"))
     decay = -jnp.exp(rate)[:, None] * jax.nn.softplus(forget.astype(jnp.float32) + bias)
     last = jnp.concatenate([before.segments[:, -1:], segments[:, :-1]], axis=1)
-    return jnp.where((segments != last)[:, :, None, None], -jnp.inf, decay)
-
-
-class _LogDecay(NamedTuple):
-    """Log decay within blocks of tokens. Sums of negative numbers have no cancellation, unlike
-    differences of cumulative sums.
-    """
-
-    since: Float[Array, "*dims blocks tokens d"]
-    """Log decay from the start of the block to each token."""
-    until: Float[Array, "*dims blocks tokens d"]
-    """Log decay from each token to the end of the block."""
-
-    def merge(self) -> _LogDecay:
-        """Return the log decay within blocks of twice the size."""
-        earlier, later = self._pairs(self.since)
-        earlier_until, later_until = self._pairs(self.until)
-        since = jnp.concatenate([earlier, earlier[..., -1:, :] + later], axis=-2)
-        until = jnp.concatenate([earlier_until + later[..., -1:, :], later_until], axis=-2)
-        return _LogDecay(since, until)
-
-    def factors(self) -> tuple[Float[Array, "*dims pairs s d"], Float[Array, "*dims pairs s d"]]:
-        """Return the decay since the boundary of each pair of blocks, for the later block, and the
-        decay until the boundary, for the earlier block.
-        """
-        return jnp.exp(self._pairs(self.since)[1]), jnp.exp(self._pairs(self.until)[0])
-
-    @staticmethod
-    def _pairs(x: Float[Array, "*dims blocks s d"]) -> tuple[Array, Array]:
-        return x[..., 0::2, :, :], x[..., 1::2, :, :]
+    return jnp.where((segments != last)[:, :, None, None], _RESET, jnp.maximum(decay, _RESET))
 
 
 def decayed_scores(
@@ -194,55 +169,60 @@ def decayed_scores(
     A score is the sum over d of `left` times `right` times the decay between both tokens. `decay`
     is the log decay of each token. The number of tokens C is a power of two.
     """
-    size = right.shape[-2]
-    logs = _LogDecay(decay[..., None, :], jnp.zeros_like(decay)[..., None, :])
-    base = min(size, kda.BLOCK)
-    scores, block = jnp.zeros((*left.shape[:-2], size // base, base, base), left.dtype), 1
-    while block < base:
-        scores, logs = scores + _masked_scores(left, right, logs, base), logs.merge()
-        block *= 2
+    size, block = right.shape[-2], 1
+    scores = jnp.zeros((*left.shape[:-1], size), left.dtype)
     while block < size:
-        later, earlier = logs.factors()
-        below = jnp.einsum(
-            "...cd,...ed->...ce",
-            _blocks(left, block)[..., 1::2, :, :] * later,
-            _blocks(right, block)[..., 0::2, :, :] * earlier,
-        )
-        above = jnp.zeros_like(below)
-        scores = jnp.concatenate(
-            [
-                jnp.concatenate([scores[..., 0::2, :, :], above], axis=-1),
-                jnp.concatenate([below, scores[..., 1::2, :, :]], axis=-1),
-            ],
-            axis=-2,
-        )
-        logs, block = logs.merge(), 2 * block
-    since, until = (jnp.exp(x[..., 0, :, :]) for x in logs)
-    return scores[..., 0, :, :], ChunkDecay(since, until)
+        scores += _scores_of_pairs(left, right, decay, block)
+        block *= 2
+    return scores, ChunkDecay(_decay_since_start(decay), _decay_until_end(decay))
 
 
-def _masked_scores(
-    left: Float[Array, "2 *dims C d"], right: Float[Array, "*dims C d"], logs: _LogDecay, base: int
-) -> Float[Array, "2 *dims blocks base base"]:
-    """Return the scores between the blocks of each pair, in blocks of `base` tokens.
-
-    One matmul of `base` tokens is faster than many matmuls of a few tokens.
-    """
-    block = logs.since.shape[-2]
-    later, earlier = logs.factors()
-    nothing = jnp.zeros_like(later)
-
-    def joined(first: Array, second: Array) -> Array:
-        pairs = jnp.stack([first, second], axis=-3)
-        return pairs.reshape(*pairs.shape[:-4], -1, base, pairs.shape[-1])
-
-    scores = jnp.einsum(
-        "...cd,...ed->...ce",
-        _blocks(left, base) * joined(nothing, later),
-        _blocks(right, base) * joined(earlier, nothing),
+def _scores_of_pairs(
+    left: Float[Array, "2 *dims C d"],
+    right: Float[Array, "*dims C d"],
+    decay: Float[Array, "*dims C d"],
+    block: int,
+) -> Float[Array, "2 *dims C C"]:
+    """Return the scores of the tokens in each second block with the tokens of the block before."""
+    pairs = right.shape[-2] // (2 * block)
+    # One matmul for several pairs of small blocks is faster, although some products are not used.
+    group = min(pairs, max(kda.BLOCK // (2 * block), 1))
+    decay = _blocks(decay, block)
+    later = _blocks(left, block)[..., 1::2, :, :] * _decay_since_start(decay[..., 1::2, :, :])
+    earlier = _blocks(right, block)[..., 0::2, :, :] * _decay_until_end(decay[..., 0::2, :, :])
+    later, earlier = (
+        x.reshape(*x.shape[:-3], pairs // group, group * block, x.shape[-1])
+        for x in (later, earlier)
     )
-    pair = jnp.arange(base) // (2 * block)
-    return jnp.where(pair[:, None] == pair, scores, 0.0)
+    products = jnp.einsum("...cd,...ed->...ce", later, earlier)
+    shape = products.shape[:-2]
+    products = products.reshape(*shape, group, 1, block, group, 1, block)
+    same_pair = jnp.eye(group, dtype=bool)[:, None, None, :, None, None]
+    products = jnp.where(same_pair, products, 0.0)
+    # Rows are the tokens of the later block of a pair, and columns those of the earlier block.
+    halves = [(0, 0), (1, 0), (0, 0), (0, 0), (0, 1), (0, 0)]
+    products = jnp.pad(products, [*[(0, 0)] * len(shape), *halves])
+    width = 2 * block * group
+    products = products.reshape(*shape, width, 1, width)
+    diagonal = jnp.eye(pairs // group, dtype=bool)[:, None, :, None]
+    return jnp.where(diagonal, products, 0.0).reshape(*left.shape[:-1], right.shape[-2])
+
+
+def _decay_since_start(decay: Float[Array, "*dims s d"]) -> Float[Array, "*dims s d"]:
+    """Return the decay from the start of a block to each token, including the token."""
+    return jnp.exp(_masked_sums(jnp.tri(decay.shape[-2]), decay))
+
+
+def _decay_until_end(decay: Float[Array, "*dims s d"]) -> Float[Array, "*dims s d"]:
+    """Return the decay from each token, excluding the token, to the end of a block."""
+    return jnp.exp(_masked_sums(jnp.tri(decay.shape[-2], k=-1).T, decay))
+
+
+def _masked_sums(mask: Float[Array, "s s"], decay: Float[Array, "*dims s d"]) -> Array:
+    """Return sums of log decays, which have no cancellation, unlike differences of cumulative
+    sums.
+    """
+    return jnp.einsum("ts,...sd->...td", mask, decay, precision=lax.Precision.HIGHEST)
 
 
 def _blocks(x: Float[Array, "*dims C d"], size: int) -> Float[Array, "*dims blocks size d"]:

@@ -20,7 +20,7 @@ from maxpipe.models.spec import (
 )
 
 BLOCK = 16
-"""Largest block of tokens whose scores are the sum of several masked matmuls."""
+"""Number of tokens whose scores are computed by one matmul for each smaller block size."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,10 @@ class KimiDelta(Recurrent):
         size, chunk = self.head_dim, self.chunk
         block = min(chunk, BLOCK)
         needed = 3.0 * size * size
-        # Scores of queries and of keys: one matmul per doubling up to BLOCK tokens, then only
-        # matmuls between pairs of blocks. The other matmuls are those of `GatedDelta`.
-        inside = 2 * size * (block * math.log2(block) + (chunk - block) / 2) + 3 * chunk * size
+        # Scores of queries and of keys: for each block size, half of the tokens with half of a
+        # block of BLOCK tokens or more. The other matmuls are those of `GatedDelta`.
+        pairs = block * math.log2(block) / 4 + (chunk - block) / 2
+        inside = 2 * size * pairs + 3 * chunk * size
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
         products = Products(self.num_heads, "heads", needed, needed + inside)
         *projections, out = map(Matmul, self.projections)
