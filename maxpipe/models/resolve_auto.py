@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.attention import AUTO, CANNOT, Attention
+from maxpipe.models.layers.compressed_attention import CompressedAttention
 from maxpipe.models.layers.indexer import INDEX_TOPK
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.registry import describe
@@ -144,16 +145,19 @@ def has_ring(model: ModelConfig, over_context: ContextAttention) -> bool:
     return any(over_context.ring_size(part.num_heads, _key_heads(part)) > 1 for part in parts)
 
 
-def _attention_parts(model: ModelConfig) -> list[Attention | LatentAttention]:
+_AttentionPart = Attention | LatentAttention | CompressedAttention
+
+
+def _attention_parts(model: ModelConfig) -> list[_AttentionPart]:
     return [
         part
         for layer_type in describe(model).layer_types.values()
         for part in layer_type.parts.values()
-        if isinstance(part, Attention | LatentAttention)
+        if isinstance(part, _AttentionPart)
     ]
 
 
-def _key_heads(part: Attention | LatentAttention) -> int:
-    if isinstance(part, Attention):
+def _key_heads(part: _AttentionPart) -> int:
+    if not isinstance(part, LatentAttention):
         return part.num_kv_heads
     return 1 if part.is_sparse else part.num_heads

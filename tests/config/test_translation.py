@@ -24,6 +24,7 @@ BASE = ["tiny", "train.steps=100"]
 MODEL_OF = {
     "deepseek": "deepseek-v2-lite",
     "deepseek_v32": "deepseek-v3.2",
+    "deepseek_v4": "deepseek-v4-flash",
     "gemma2": "gemma2-2b",
     "gemma4": "gemma4-31b",
     "moe": "tiny-moe",

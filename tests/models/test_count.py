@@ -79,6 +79,8 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("deepseek-v3", 671_026_419_200 + 11_610_068_224),
         # DeepSeek-V3 with an indexer in each layer.
         ("deepseek-v3.2", 671_026_419_200 + 11_610_068_224 + 62 * 13_959_424),
+        ("deepseek-v4-flash", 284_334_567_511),  # published as 284B
+        ("deepseek-v4-pro", 1_572_999_528_803),  # published as 1.6T
         ("glm5-744b-a40b", 753_864_139_008),  # published as 754B
         ("llama3-1b", 1_235_814_400),
         ("llama3-8b", 8_030_261_248),

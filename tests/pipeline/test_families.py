@@ -104,6 +104,8 @@ SPARSE: dict[str, Any] = {
 V32 = DeepseekV32Config(**SPARSE)
 WARM_UP = replace(V32, indexer_stage="dense")
 GLM5 = GlmMoeDsaConfig(**{**SPARSE, "rope_factor": 1.0})
+# All residual streams are almost equal at initialization, so that norms almost cancel the gradients
+# of their coefficients if the norm epsilon is small.
 V4 = DeepseekV4Config(
     attention_pattern="WHSH",
     sliding_window=3,
@@ -365,12 +367,39 @@ CASES = [
         tensor=2,
         remat="names",
         schedule="zb_v",
-        epsilon=0.01,
+        epsilon=1.0,
     ),
-    Case(4, 1, 5, own=V4, heads=(8, 1), layers=8, schedule="zb_h1", remat="none", expert=2),
+    Case(
+        *(4, 1, 5),
+        own=V4,
+        heads=(8, 1),
+        layers=8,
+        schedule="zb_h1",
+        remat="none",
+        expert=2,
+        epsilon=1.0,
+    ),
     Case(2, 1, 3, own=V4_WARM_UP, heads=(8, 1), layers=5, schedule="zb_h1", data=2),
-    Case(3, 2, 4, own=V4, heads=(8, 1), layers=8, outside=2, remat="chunk", idle="compute"),
-    Case(2, 1, 3, own=V4, heads=(8, 1), layers=5, tensor=2, split="sequence", dropout=0.3),
+    Case(
+        *(3, 2, 4),
+        own=V4,
+        heads=(8, 1),
+        layers=8,
+        outside=2,
+        remat="chunk",
+        idle="compute",
+        epsilon=1.0,
+    ),
+    Case(
+        *(2, 1, 3),
+        own=V4,
+        heads=(8, 1),
+        layers=5,
+        tensor=2,
+        split="sequence",
+        dropout=0.3,
+        epsilon=1.0,
+    ),
     *(
         replace(case, own=own, attention="blockwise")
         for own, case in (
@@ -487,7 +516,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": WARM_UP},
     {"own": GLM5},
     {"own": KIMI, "epsilon": 0.01},
-    {"own": V4, "heads": (8, 1), "layers": 7},
+    {"own": V4, "heads": (8, 1), "layers": 7, "epsilon": 1.0},
     {"own": V4_WARM_UP, "heads": (8, 1), "layers": 7},
 )
 

@@ -23,6 +23,7 @@ from maxpipe.config.rules import (
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, has_experts, layer_parts
 from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import Bound
+from maxpipe.models.layers.compressed_attention import CompressedAttention
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.models.registry import describe
@@ -110,6 +111,14 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
             key,
             f"must be 1 with {FAMILY} = {config.model.family}: its recurrent layers need all "
             "tokens of a sequence on one device.",
+            f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
+        )
+    if any(isinstance(part, CompressedAttention) for part in layer_parts(config)):
+        yield RuleViolation(
+            Code.MESH_UNSUPPORTED,
+            key,
+            f"must be 1 with {FAMILY} = {config.model.family}: its attention needs all tokens of a "
+            "window, and all compressed entries, on one device.",
             f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
         )
     parts = (part for part in layer_parts(config) if isinstance(part, LatentAttention))

@@ -33,6 +33,7 @@ from maxpipe.models.config import (
 )
 from maxpipe.models.family import Family
 from maxpipe.models.layers.attention import Attention
+from maxpipe.models.layers.compressed_attention import CompressedAttention
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.layers.recurrent import Recurrent
@@ -168,7 +169,8 @@ def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]
     parts = [
         part for kind in describe(config.model).layer_types.values() for part in kind.parts.values()
     ]
-    mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
+    kinds = Attention | LatentAttention | CompressedAttention
+    mixing = [part for part in parts if isinstance(part, kinds)]
     options = {option for part in mixing for option in part.unsupported}
     for option in sorted(options):
         own = {field.name for field in fields(FAMILIES[config.model.family].section)}
@@ -284,7 +286,7 @@ def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] =
 
     @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
     def find(config: Config) -> Iterator[RuleViolation]:
-        if not applies_to_family(config, key):
+        if not applies_to_family(config, key) or _is_replicated(config, logical):
             return
         sizes = _sizes_over(config, logical)
         shards, axes = math.prod(sizes.values()), [axis for axis in sizes if sizes[axis] > 1]
@@ -307,6 +309,15 @@ def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] =
                 f"shards {logical} over it.",
                 f"Set {key}={round_up(size, factor)}{whole}{smaller}.",
             )
+
+
+def _is_replicated(config: Config, logical: str) -> bool:
+    """Return whether no array of the model has this axis: compressed attention has one replicated
+    key/value head.
+    """
+    return logical == "kv_heads" and any(
+        isinstance(part, CompressedAttention) for part in layer_parts(config)
+    )
 
 
 _add_divisibility_rule("embed", "model.d_model")
@@ -512,7 +523,8 @@ def _scaled_blocks_fit(config: Config) -> Iterator[RuleViolation]:
                 text = f"dim {logical} of {name} ({size})"
                 yield _incomplete_blocks(text, shards, block)
                 return
-    latent = (part for part in layer_parts(config) if isinstance(part, LatentAttention))
+    kinds = LatentAttention | CompressedAttention
+    latent = (part for part in layer_parts(config) if isinstance(part, kinds))
     for part in latent if model.matmul_parts == "all" else ():
         for name, size in part.quantized_dims.items():
             if size % block:
