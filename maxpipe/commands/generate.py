@@ -266,6 +266,38 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="maximum number of tokens per completion (default: 128)",
     )
+    _add_sampling_options(parser)
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a completion at this string; repeat the option for several strings",
+    )
+    parser.add_argument(
+        "--seed", type=integer, default=0, metavar="N", help="sampling seed (default: 0)"
+    )
+    parser.add_argument(
+        "--batch-size", type=count, default=16, metavar="N", help="prompts per batch (default: 16)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="format prompts as user messages with the chat template"
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image before the text of each prompt; requires --chat; repeat for several images",
+    )
+    parser.add_argument(
+        "--logprobs", action="store_true", help="print the log-probability of every token, in nats"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.set_defaults(command=_generate)
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=number,
@@ -301,31 +333,3 @@ def add(commands: Commands) -> None:
         metavar="X",
         help="penalty for repeated tokens; values above 1 make them less likely (default: 1)",
     )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end a completion at this string; repeat the option for several strings",
-    )
-    parser.add_argument(
-        "--seed", type=integer, default=0, metavar="N", help="sampling seed (default: 0)"
-    )
-    parser.add_argument(
-        "--batch-size", type=count, default=16, metavar="N", help="prompts per batch (default: 16)"
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="format prompts as user messages with the chat template"
-    )
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="image before the text of each prompt; requires --chat; repeat for several images",
-    )
-    parser.add_argument(
-        "--logprobs", action="store_true", help="print the log-probability of every token, in nats"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.set_defaults(command=_generate)

@@ -57,6 +57,17 @@ def ends(config: ModelConfig, norm: Part, **options: Any) -> Ends:
     return Ends(table(vocab, width), norm, head, **options)
 
 
+def chunk_rule(section: str, key: str, size: int) -> Iterator[RuleViolation]:
+    """Yield a violation if the chunk size of a recurrent layer is not a power of two."""
+    if size & (size - 1):
+        yield RuleViolation(
+            Code.MODEL_SIZES,
+            f"{section}.{key}",
+            "must be a power of two, because chunks are computed by recursive halving.",
+            f"Set {section}.{key}={1 << size.bit_length() - 1}.",
+        )
+
+
 def alike(
     config: ModelConfig,
     mixing: Attention,

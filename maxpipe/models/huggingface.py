@@ -334,8 +334,7 @@ class Whole:
     other_tensors: tuple[str, ...]
     """Tensor name patterns of the other components."""
     inner_type: str = ""
-    """`model_type` of the component's config, if the composite model can have components of other
-    types."""
+    """`model_type` of the component's config, if a component can have another type."""
     vision: VisionTable | None = None
 
 
@@ -385,7 +384,7 @@ def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
         for name, value in row.write(ours).items():
             before = params.get(name)
             if isinstance(before, dict) and isinstance(value, dict):
-                value = {**before, **value}  # merges the entries of different layer types
+                value = {**before, **value}  # entries of different layer types
             params[name] = value
     return params
 
@@ -403,8 +402,7 @@ def sizes(
     tied: bool = False,
     mlp_key: str = "intermediate_size",
 ) -> tuple[Row, ...]:
-    """Return rows for the keys that almost all models have, with the defaults of one transformers
-    class.
+    """Return rows for common keys, with the defaults of one transformers class.
 
     If `kv_heads` is None, the default is the number of heads. If `head_dim` is None, the default is
     the width divided by the number of heads. `mlp_key` is the key for `d_mlp`.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxpipe.errors import Code, RuleViolation
+from maxpipe.errors import RuleViolation
 from maxpipe.models import deepseek, deepseek_v32, family, huggingface, moe
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.deepseek import LatentConfig
@@ -96,13 +96,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, KimiLinearConfig)
     yield from family.layer_indices(config, "attention_layers", own.attention_layers)
     yield from deepseek.latent_rules(config)
-    if own.kda_chunk_size & (own.kda_chunk_size - 1):
-        yield RuleViolation(
-            Code.MODEL_SIZES,
-            "model.kimi_linear.kda_chunk_size",
-            "must be a power of two, because chunks are computed by recursive halving.",
-            f"Set model.kimi_linear.kda_chunk_size={1 << own.kda_chunk_size.bit_length() - 1}.",
-        )
+    yield from family.chunk_rule("model.kimi_linear", "kda_chunk_size", own.kda_chunk_size)
 
 
 _LINEAR = "linear_attention"

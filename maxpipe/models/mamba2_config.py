@@ -79,13 +79,7 @@ def rules(config: ModelConfig, own: Mamba2Config) -> Iterator[RuleViolation]:
             f"must divide {section}.mamba_num_heads ({heads}).",
             f"Set {section}.mamba_num_groups={math.gcd(heads, groups)}.",
         )
-    if own.mamba_chunk_size & (own.mamba_chunk_size - 1):
-        yield RuleViolation(
-            Code.MODEL_SIZES,
-            f"{section}.mamba_chunk_size",
-            "must be a power of two.",
-            f"Set {section}.mamba_chunk_size={1 << own.mamba_chunk_size.bit_length() - 1}.",
-        )
+    yield from family.chunk_rule(section, "mamba_chunk_size", own.mamba_chunk_size)
 
 
 NO_TIME_LIMIT = Fixed(

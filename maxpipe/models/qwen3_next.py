@@ -139,13 +139,7 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
             f"Set {section}.linear_num_value_heads={2 * own.linear_num_key_heads}.",
         )
     yield from partial_rope.rules(config)
-    if own.gdn_chunk_size & (own.gdn_chunk_size - 1):
-        yield RuleViolation(
-            Code.MODEL_SIZES,
-            f"{section}.gdn_chunk_size",
-            "must be a power of two, because chunks are computed by recursive halving.",
-            f"Set {section}.gdn_chunk_size={1 << own.gdn_chunk_size.bit_length() - 1}.",
-        )
+    yield from family.chunk_rule(section, "gdn_chunk_size", own.gdn_chunk_size)
 
 
 _LINEAR_ATTENTION = "model.layers.{layer}.linear_attn."

@@ -434,7 +434,7 @@ def _sorted_selection(members: UInt32[Array, "B S"]) -> _Selection:
     """Return the selected keys in sequence order, padded to full chunks."""
     num_keys = members.shape[1]
     number = jnp.arange(num_keys, dtype=jnp.int32)
-    # All indices differ, so that sums of gradients need no check for equal indices.
+    # All indices differ, so that adding gradients needs no check for equal indices.
     places = jnp.where(members != 0, number, num_keys + number)
     places, members = lax.sort((places, members), dimension=1, num_keys=1, is_stable=False)
     size = _chunk_size(num_keys)

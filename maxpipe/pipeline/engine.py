@@ -36,7 +36,8 @@ from maxpipe.parallel.sharding import BATCH_SPEC, reshard_explicit, restrict_spe
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import mask_other_devices, sum_by_source
 from maxpipe.pipeline.mtp import MTP
-from maxpipe.pipeline.program import Network, PipelinePlan, StepProgram
+from maxpipe.pipeline.network import Network
+from maxpipe.pipeline.program import PipelinePlan, StepProgram
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
 from maxpipe.pipeline.tick_loop import OutputReader, TickTable

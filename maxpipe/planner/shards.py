@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from maxpipe.config.schema import Config
+from maxpipe.models.count import selection_words
 from maxpipe.models.spec import Dims, Model
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig, axis_table_with_sequence
 
@@ -183,3 +184,11 @@ class BatchShard:
     def contiguous_tokens(self) -> int:
         """Return the length of each contiguous chunk of a sequence that one device holds."""
         return self.tokens_per_sequence // (2 if self.mesh.axes["context"] > 1 else 1)
+
+    @property
+    def selection_words(self) -> int:
+        """Return the number of words that store the selections of sparse attention per
+        microbatch.
+        """
+        words = selection_words(self.config.train.sequence_length, self.mesh.axes["context"])
+        return self.microbatch_size * words

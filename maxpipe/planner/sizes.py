@@ -26,7 +26,6 @@ from maxpipe.models.count import (
     packed_documents,
     scored_keys,
     scored_pairs,
-    selection_words,
     tokens_before,
 )
 from maxpipe.models.layers.attention import Attention
@@ -429,9 +428,7 @@ class ActivationSizes:
         return self.batch.microbatch_size * count
 
     def declared_bytes(self, part: Part, held: Held, *, padded: bool = True) -> float:
-        """Return the total size in bytes of the arrays that a sublayer declares in `held`, with or
-        without padding.
-        """
+        """Return the size in bytes of the arrays that a sublayer declares in `held`."""
         size, mesh = self.itemsize, self.mesh
         tokens = self.config.train.sequence_length
 
@@ -443,8 +440,7 @@ class ActivationSizes:
         num_bytes = (wide * 4 + narrow * size + other) * self.stored_scores(part)
         narrow, wide, other = held.shared_pairs
         num_bytes += (wide * 4 + narrow * size + other) * self.shared_pairs(part)
-        words = selection_words(tokens, mesh.axes["context"]) if held.selections else 0
-        num_bytes += 4 * held.selections * self.batch.microbatch_size * words
+        num_bytes += 4 * held.selections * self.batch.selection_words
         for width, arrays in ((size, held.compute_dtype), (4, held.float32), (1, held.one_byte)):
             num_bytes += width * elements(arrays)
         num_bytes += size * elements(held.blocks) * scored_keys(tokens) / tokens

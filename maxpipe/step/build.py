@@ -59,8 +59,8 @@ from maxpipe.parallel.sharding import AxisRules, local_sequences, make_global_ba
 from maxpipe.pipeline import mtp
 from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.layout import LayerLayout
+from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.objective import CrossEntropy, Objective, find_objective_error
-from maxpipe.pipeline.program import Network
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import Schedule, balance_layers
@@ -231,24 +231,13 @@ def build_steps(
     cut = pipeline.layers_per_chunk or balance_layers(costs[outside:], ring.num_chunks)
     layout = LayerLayout(ring, tuple(cut), outside, decoder.model.layers)
     parts = ParamLayout(decoder, layout, mesh)
-    ends = decoder.model.ends
-    network = Network(
-        {kind: decoder.layer(kind) for kind in decoder.model.layer_types},
-        decoder.norm,
-        model.vocab_size,
-        jnp.dtype(model.compute_dtype),
-        dict(decoder.model.losses),
-        ends.embed_scale,
-        ends.logit_scale,
-        ends.final_logit_softcapping,
-        _loss_block(mesh, model, pipeline, train),
-        _make_mtp(decoder),
-        num_sources,
-        objective,
-        sum(decoder.model.carried.values()),
-        ends.num_streams,
-        decoder.reduce_streams,
-        max_images > 0 and any(jax.tree.leaves(parts.trainable.get(VISION, {}))),
+    network = _network(
+        decoder,
+        loss_block_tokens=_loss_block(mesh, model, pipeline, train),
+        num_sources=num_sources,
+        objective=objective,
+        has_image_gradients=max_images > 0
+        and any(jax.tree.leaves(parts.trainable.get(VISION, {}))),
     )
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
@@ -291,6 +280,26 @@ def build_steps(
         guard=guard,
         offloads_weights=pipeline.offload_weights,
         images=_image_features(parts, optimizer, max_images),
+    )
+
+
+def _network(decoder: Decoder, **options: Any) -> Network:
+    """Return the functions and constants of a model; `options` are additional fields."""
+    model, ends = decoder.model, decoder.model.ends
+    return Network(
+        {kind: decoder.layer(kind) for kind in model.layer_types},
+        decoder.norm,
+        decoder.config.vocab_size,
+        jnp.dtype(decoder.config.compute_dtype),
+        loss_weights=dict(model.losses),
+        embed_scale=ends.embed_scale,
+        logit_scale=ends.logit_scale,
+        final_logit_softcapping=ends.final_logit_softcapping,
+        mtp=_make_mtp(decoder),
+        num_carried=sum(model.carried.values()),
+        num_streams=ends.num_streams,
+        reduce=decoder.reduce_streams,
+        **options,
     )
 
 

@@ -23,7 +23,7 @@ from maxpipe.parallel.sharding import BATCH_SPEC
 from maxpipe.pipeline import program, prologue, slots
 from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.layout import LayerLayout
-from maxpipe.pipeline.program import Network
+from maxpipe.pipeline.network import Network
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import balance_layers
