@@ -93,8 +93,8 @@ class WeightSharding:
     trainable: bool = True
     """Whether the parameter has a gradient."""
     has_own_dtype: bool = False
-    """Whether the parameter is used in its stored dtype instead of the compute dtype. Such
-    parameters have no gradient."""
+    """Whether the parameter is used in its stored dtype instead of the compute dtype. Such a
+    parameter is float32 or has no gradient."""
     zero1_dim: int = NOT_SHARDED
     """Dim along which the gradient is reduce-scattered over the data axis at the end of a step,
     counted with stacked dims. `NOT_SHARDED` if each device receives the full gradient."""

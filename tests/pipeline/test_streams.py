@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxpipe.models.moe import MoeConfig
+from maxpipe.nn.decoder import Decoder
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline import program, prologue, slots
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients
@@ -72,3 +77,23 @@ def test_idle_slots_do_not_affect_results(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (program, prologue):
         monkeypatch.setattr(module, "empty_slots", nan_slots)
     check_gradients(Case(3, 1, 4, own=STREAMS, epsilon=1.0, layers=5, schedule="zb_h1"))
+
+
+def test_cached_decoding_equals_full_forward_pass() -> None:
+    case = Case(own=STREAMS, layers=3)
+    decoder = Decoder(case.model, AxisRules.from_config(MeshConfig()))
+    params = jax.jit(decoder.init)(jax.random.key(0))
+    tokens, rows = case.tokens, 2
+    ids = np.random.default_rng(0).integers(0, case.model.vocab_size, (rows, tokens))
+    batch = {
+        "tokens": ids.astype(np.int32),
+        "segment_ids": np.ones_like(ids, np.int32),
+        "positions": np.broadcast_to(np.arange(tokens, dtype=np.int32), ids.shape),
+        "example_ids": np.arange(rows, dtype=np.int32),
+    }
+    wanted = jax.jit(decoder.apply)(params, batch)
+    caches, extend = decoder.empty_caches(rows, tokens), jax.jit(decoder.extend)
+    for part in (slice(0, 3), slice(3, 4), slice(4, tokens)):
+        piece = {k: v[:, part] if v.ndim == 2 else v for k, v in batch.items()}
+        found, caches = extend(params, piece, caches)
+        np.testing.assert_allclose(found, wanted[:, part], rtol=1e-5, atol=1e-5)
