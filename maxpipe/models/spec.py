@@ -250,8 +250,8 @@ class Part(Protocol):
 
         `recomputed`: the forward pass has been run again. The result then excludes the cotangent of
         the sublayer's output and the inputs of norms, because both are derived from arrays that the
-        layer keeps (`LayerType.num_streams`). `normed`: a post-norm follows the sublayer and saves
-        the sublayer's output.
+        layer keeps (`LayerType.num_residual_arrays`). `normed`: a post-norm or hyper-connection
+        reads the sublayer's output, which is therefore saved.
         """
         ...
 
@@ -389,7 +389,7 @@ class LayerType:
         return sum(branch.dropout > 0 for branch in self.branches)
 
     @property
-    def num_streams(self) -> int:
+    def num_residual_arrays(self) -> int:
         """Return the number of residual-stream arrays that a split backward pass keeps for
         recomputation.
 

@@ -567,7 +567,7 @@ class ActivationSizes:
             if is_unread and isinstance(last.part, Attention):
                 total += self.declared_bytes(last.part, last.part.deferred_if_unread(saved))
             if recomputed and trained:
-                total += (size * kind.num_streams + kind.num_masks) * self.hidden
+                total += (size * kind.num_residual_arrays + kind.num_masks) * self.hidden
                 streams = self.model.ends.num_streams
                 total += size * streams * self.hidden * (streams > 1)  # the layer's input
             if kind.adapters:  # some adapters save these gradients themselves
