@@ -251,7 +251,11 @@ def _targets(
         for key in adaptable(model.layer_types[layer_type]):
             if (row := rows.get(".".join(key))) is None:
                 continue
-            module = row.theirs.format(layer=number, expert="#").removesuffix(".weight")
+            module = (
+                table.module_name(row.theirs)
+                .format(layer=number, expert="#")
+                .removesuffix(".weight")
+            )
             module, tensor = re.sub(r"^\w+\.(?=layers\.)", "", module), ""
             if model.layer_types[layer_type].declared[key].expert_dim >= 0:
                 into = "gate_up_proj" if "experts.gate" in rows else "up_proj"

@@ -210,11 +210,13 @@ def adapted_tensors(
     """Return the tensors with adapters in layer order, and the names of all tensors.
 
     `model` includes the adapters. If `stacked` is set, the experts of a layer are stacked, as in
-    transformers 5. Otherwise, tensors have the names of the family's published checkpoints.
+    transformers 5. Otherwise, each expert has separate tensors, as in published checkpoints.
 
     Raises:
         ConfigError: PEFT does not support an adapter.
     """
+    rows = (replace(row, theirs=table.module_name(row.theirs)) for row in table.tensors)
+    table = replace(table, tensors=tuple(rows), modules=())
     per_expert = any("{expert}" in row.theirs for row in table.tensors)
     if per_expert and stacked:
         names = [f"model.layers.0.{name}" for name in _STACKED_EXPERTS]

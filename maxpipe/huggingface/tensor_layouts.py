@@ -49,10 +49,6 @@ _STACKED = (
 _RENAMED_MODULES = (
     (".block_sparse_moe.", ".mlp.", ".mlp.experts."),
     ("backbone.", "model.", "model.layers.#.mixer."),
-    *(
-        (f".self_attn.{name}", f".self_attn.forget_gate.{name}", f".self_attn.forget_gate.{name}")
-        for name in ("f_a_proj.", "f_b_proj.", "A_log", "dt_bias")
-    ),
     # transformers 5.24 saves the MLPs of Kimi Linear under the names of the layers with experts.
     (".mlp.", ".block_sparse_moe.", "layers.#.block_sparse_moe.gate_proj."),
 )
@@ -92,8 +88,10 @@ def adapt_table(
     """
     present = {name_pattern(name) for name in names}
     reverse = {name_pattern(name) for name in transposed}
+    renamed = (*_RENAMED_MODULES, *((old, new, new) for old, new in table.modules))
     tensors, of_heads = (
-        _adapt_rows(rows, present, reverse) for rows in (table.tensors, table.mtp_layer_tensors)
+        _adapt_rows(rows, present, reverse, renamed)
+        for rows in (table.tensors, table.mtp_layer_tensors)
     )
     return replace(table, tensors=tensors, mtp_layer_tensors=of_heads)
 
@@ -102,13 +100,16 @@ _Rows = dict[str, Tensor]
 
 
 def _adapt_rows(
-    tensors: Iterable[Tensor], present: set[str], reverse: set[str]
+    tensors: Iterable[Tensor],
+    present: set[str],
+    reverse: set[str],
+    renamed: Iterable[tuple[str, str, str]],
 ) -> tuple[Tensor, ...]:
     rows = {row.ours: row for row in tensors}
     rows |= {
         name: _transposed(row) for name, row in rows.items() if name_pattern(row.theirs) in reverse
     }
-    rows |= _renamed_rows(rows, present)
+    rows |= _renamed_rows(rows, present, renamed)
     for other in (*_stacked(rows), *_fused(rows)):
         rows |= _if_present(rows, other, present)
     return tuple(rows.values())
@@ -137,8 +138,8 @@ def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
     return other if wanted <= present and not replaced & present else {}
 
 
-def _renamed_rows(rows: _Rows, present: set[str]) -> _Rows:
-    for old, new, evidence in _RENAMED_MODULES:
+def _renamed_rows(rows: _Rows, present: set[str], renamed: Iterable[tuple[str, str, str]]) -> _Rows:
+    for old, new, evidence in renamed:
         if any(old in name for name in present):
             continue
         if any(evidence in name for name in present):

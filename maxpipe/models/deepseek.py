@@ -196,7 +196,7 @@ class HeadSizes:
         unrotated = theirs.get(self.names[0], self.unrotated)
         turned = theirs.get(self.names[1], 64)
         for name, size in zip(self.names[2:], (unrotated + turned, turned), strict=False):
-            if theirs.get(name, size) != size:
+            if name in theirs and theirs[name] != size:
                 raise UnsupportedError(
                     name, theirs[name], f"must be {size} to match the other keys."
                 )

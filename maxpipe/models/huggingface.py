@@ -366,11 +366,20 @@ class HuggingFace:
     PEFT reads this declaration (`is_transposed`) and not the computation."""
     modules_without_peft: tuple[str, ...] = ()
     """Names of modules to which PEFT does not apply adapters."""
+    modules: tuple[tuple[str, str], ...] = ()
+    """Parts of tensor names in published checkpoints, and the corresponding parts of the names in
+    the transformers class, where both differ."""
 
     def names(self) -> frozenset[str]:
         """Return the `config.json` keys that the tables handle."""
         named = (name for row in self.keys for name in row.names)
         return frozenset(named) | {pair.other for pair in self.duplicate_keys}
+
+    def module_name(self, tensor: str) -> str:
+        """Return the name in the transformers class of a tensor in a published checkpoint."""
+        for published, name in self.modules:
+            tensor = tensor.replace(published, name)
+        return tensor
 
 
 def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:

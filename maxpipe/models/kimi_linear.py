@@ -276,6 +276,13 @@ _HUGGINGFACE = HuggingFace(
             for name, dims in (("gate", "d f -> f d"), ("up", "d f -> f d"), ("down", "f d -> d f"))
         ),
     ),
+    modules=(
+        (".block_sparse_moe.", ".mlp."),
+        *(
+            (f".self_attn.{name}", f".self_attn.forget_gate.{name}")
+            for name in ("f_a_proj.", "f_b_proj.", "A_log", "dt_bias")
+        ),
+    ),
     duplicate_keys=(
         Twice("num_experts", "num_local_experts"),
         Twice("num_experts_per_token", "num_experts_per_tok"),

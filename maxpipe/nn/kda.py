@@ -127,7 +127,7 @@ class _DeltaRule:
         heads = (part.num_heads, head_dim)
         query, key, value = convolve(weights, heads, mixed, segments, before)
         query, key, value, forget, gate = (
-            cut(x, size)[:, :, :, None]
+            cut(x, size)
             for x in (
                 query * head_dim**-0.5,
                 key,
@@ -136,11 +136,14 @@ class _DeltaRule:
                 gate,
             )
         )
-        scores, decay = decayed_scores(jnp.stack([query, key]), key, forget)
         own = jnp.eye(size) * (query * key).sum(-1)[..., None]
-        write = jax.nn.sigmoid(write.astype(jnp.float32))
-        write = cut(write[..., None, None], size)
-        return make_chunks(query, key, value, write, (scores[0] + own, scores[1]), decay, gate)
+        mixing = decayed_scores(query, key, forget) + own
+        overlap = decayed_scores(key, key, forget)
+        decay = ChunkDecay(decay_since_start(forget), decay_until_end(forget))
+        write = cut(jax.nn.sigmoid(write.astype(jnp.float32))[..., None], size)
+        # Each key head has one value head.
+        arrays = (query, key, value, write, (mixing, overlap), decay, gate)
+        return make_chunks(*jax.tree.map(lambda x: x[:, :, :, None], arrays))
 
 
 def _log_decay(
@@ -159,12 +162,11 @@ def _log_decay(
 
 
 def decayed_scores(
-    left: Float[Array, "2 *dims C d"],
+    left: Float[Array, "*dims C d"],
     right: Float[Array, "*dims C d"],
     decay: Float[Array, "*dims C d"],
-) -> tuple[Float[Array, "2 *dims C C"], ChunkDecay]:
-    """Return the scores of each token with the earlier tokens of its chunk, and the decay within
-    the chunk.
+) -> Float[Array, "*dims C C"]:
+    """Return the scores of each token with the earlier tokens of its chunk.
 
     A score is the sum over d of `left` times `right` times the decay between both tokens. `decay`
     is the log decay of each token. The number of tokens C is a power of two.
@@ -172,48 +174,46 @@ def decayed_scores(
     size, block = right.shape[-2], 1
     scores = jnp.zeros((*left.shape[:-1], size), left.dtype)
     while block < size:
-        scores += _scores_of_pairs(left, right, decay, block)
+        inside = _blocks(decay, block)
+        later = _blocks(left, block)[..., 1::2, :, :] * decay_since_start(inside[..., 1::2, :, :])
+        earlier = _blocks(right, block)[..., 0::2, :, :] * decay_until_end(inside[..., 0::2, :, :])
+        scores += _scores_of_pairs(later, earlier, min(size, kda.BLOCK))
         block *= 2
-    return scores, ChunkDecay(_decay_since_start(decay), _decay_until_end(decay))
+    return scores
 
 
 def _scores_of_pairs(
-    left: Float[Array, "2 *dims C d"],
-    right: Float[Array, "*dims C d"],
-    decay: Float[Array, "*dims C d"],
-    block: int,
-) -> Float[Array, "2 *dims C C"]:
-    """Return the scores of the tokens in each second block with the tokens of the block before."""
-    pairs = right.shape[-2] // (2 * block)
-    # One matmul for several pairs of small blocks is faster, although some products are not used.
-    group = min(pairs, max(kda.BLOCK // (2 * block), 1))
-    decay = _blocks(decay, block)
-    later = _blocks(left, block)[..., 1::2, :, :] * _decay_since_start(decay[..., 1::2, :, :])
-    earlier = _blocks(right, block)[..., 0::2, :, :] * _decay_until_end(decay[..., 0::2, :, :])
-    later, earlier = (
-        x.reshape(*x.shape[:-3], pairs // group, group * block, x.shape[-1])
-        for x in (later, earlier)
-    )
+    later: Float[Array, "*dims pairs s d"], earlier: Float[Array, "*dims pairs s d"], base: int
+) -> Float[Array, "*dims C C"]:
+    """Return the scores of the tokens in the later block of each pair (rows) with the tokens in
+    the earlier block (columns), in a matrix of all tokens.
+    """
+    *dims, pairs, block, head_dim = later.shape
+    width = max(2 * block, base)
+    rows, columns = [(block, 0), (0, 0)], [(0, block), (0, 0)]
+    edges = [(0, 0)] * (len(dims) + 1)
+    if width > 2 * block:
+        # One matmul for several pairs is faster, although most products are not used.
+        later, earlier = jnp.pad(later, edges + rows), jnp.pad(earlier, edges + columns)
+        grouped = (*dims, 2 * block * pairs // width, width, head_dim)
+        later, earlier = later.reshape(grouped), earlier.reshape(grouped)
     products = jnp.einsum("...cd,...ed->...ce", later, earlier)
-    shape = products.shape[:-2]
-    products = products.reshape(*shape, group, 1, block, group, 1, block)
-    same_pair = jnp.eye(group, dtype=bool)[:, None, None, :, None, None]
-    products = jnp.where(same_pair, products, 0.0)
-    # Rows are the tokens of the later block of a pair, and columns those of the earlier block.
-    halves = [(0, 0), (1, 0), (0, 0), (0, 0), (0, 1), (0, 0)]
-    products = jnp.pad(products, [*[(0, 0)] * len(shape), *halves])
-    width = 2 * block * group
-    products = products.reshape(*shape, width, 1, width)
-    diagonal = jnp.eye(pairs // group, dtype=bool)[:, None, :, None]
-    return jnp.where(diagonal, products, 0.0).reshape(*left.shape[:-1], right.shape[-2])
+    if width > 2 * block:
+        pair = jnp.arange(width) // (2 * block)
+        products = jnp.where(pair[:, None] == pair, products, 0.0)
+    else:
+        products = jnp.pad(products, [*edges, (block, 0), (0, block)])
+    diagonal = jnp.eye(products.shape[-3], dtype=bool)[:, None, :, None]
+    products = jnp.where(diagonal, products[..., None, :], 0.0)
+    return products.reshape(*dims, 2 * block * pairs, 2 * block * pairs)
 
 
-def _decay_since_start(decay: Float[Array, "*dims s d"]) -> Float[Array, "*dims s d"]:
+def decay_since_start(decay: Float[Array, "*dims s d"]) -> Float[Array, "*dims s d"]:
     """Return the decay from the start of a block to each token, including the token."""
     return jnp.exp(_masked_sums(jnp.tri(decay.shape[-2]), decay))
 
 
-def _decay_until_end(decay: Float[Array, "*dims s d"]) -> Float[Array, "*dims s d"]:
+def decay_until_end(decay: Float[Array, "*dims s d"]) -> Float[Array, "*dims s d"]:
     """Return the decay from each token, excluding the token, to the end of a block."""
     return jnp.exp(_masked_sums(jnp.tri(decay.shape[-2], k=-1).T, decay))
 

@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.models.layers import kda
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.nn.kda import KimiDelta, decayed_scores
+from maxpipe.nn.kda import KimiDelta, decay_since_start, decay_until_end, decayed_scores
 from tests.model.recurrent import Layer, Params
 from tests.nn.parts import RULES, with_values
 
@@ -130,8 +130,9 @@ def test_scores_of_alternating_decay_are_precise(size: int) -> None:
         return both[0][1], both[1]
 
     def chunked(*arguments: jax.Array) -> Any:
-        scores, decay = decayed_scores(*arguments)
-        return scores, *decay
+        left, right, decay = arguments
+        scores = [decayed_scores(each, right, decay) for each in left]
+        return jnp.stack(scores), decay_since_start(decay), decay_until_end(decay)
 
     actual = graded(chunked, "float32")
     with jax.enable_x64(True):
