@@ -226,6 +226,31 @@ def _escape_control(text: str) -> str:
 # Arguments.
 
 
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="prompt; repeat the option for several prompts",
+    )
+    source.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="file with one prompt per line, or *.jsonl with field `prompt`; - reads stdin",
+    )
+    source.add_argument(
+        "--interactive", action="store_true", help="read prompts line by line from stdin"
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image before the text of each prompt; requires --chat; repeat for several images",
+    )
+
+
 def add(commands: Commands) -> None:
     """Add the `generate` command."""
     parser = commands.add_parser(
@@ -244,21 +269,7 @@ def add(commands: Commands) -> None:
     add_address(parser, about="a run, RUN@STEP, RUN@best, or a Hugging Face folder")
     add_ema_option(parser)
     add_inputs(parser)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="prompt; repeat the option for several prompts",
-    )
-    source.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="file with one prompt per line, or *.jsonl with field `prompt`; - reads stdin",
-    )
-    source.add_argument(
-        "--interactive", action="store_true", help="read prompts line by line from stdin"
-    )
+    _add_prompts(parser)
     parser.add_argument(
         "--max-tokens",
         type=count,
@@ -266,38 +277,6 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="maximum number of tokens per completion (default: 128)",
     )
-    _add_sampling_options(parser)
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end a completion at this string; repeat the option for several strings",
-    )
-    parser.add_argument(
-        "--seed", type=integer, default=0, metavar="N", help="sampling seed (default: 0)"
-    )
-    parser.add_argument(
-        "--batch-size", type=count, default=16, metavar="N", help="prompts per batch (default: 16)"
-    )
-    parser.add_argument(
-        "--chat", action="store_true", help="format prompts as user messages with the chat template"
-    )
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="image before the text of each prompt; requires --chat; repeat for several images",
-    )
-    parser.add_argument(
-        "--logprobs", action="store_true", help="print the log-probability of every token, in nats"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
-    parser.set_defaults(command=_generate)
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=number,
@@ -333,3 +312,24 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="penalty for repeated tokens; values above 1 make them less likely (default: 1)",
     )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a completion at this string; repeat the option for several strings",
+    )
+    parser.add_argument(
+        "--seed", type=integer, default=0, metavar="N", help="sampling seed (default: 0)"
+    )
+    parser.add_argument(
+        "--batch-size", type=count, default=16, metavar="N", help="prompts per batch (default: 16)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="format prompts as user messages with the chat template"
+    )
+    parser.add_argument(
+        "--logprobs", action="store_true", help="print the log-probability of every token, in nats"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.set_defaults(command=_generate)
