@@ -229,7 +229,7 @@ class CompressedAttention(SpecModule):
         bias, scale = getattr(self, f"{name}_bias")[...], getattr(self, f"{name}_norm")[...]
         places = windows.last, windows.follows
         how = _Entries(Compress(compression.rate, compression.overlaps), norm)
-        entries = recomputed(how, (*series, bias, scale), places)
+        entries: Any = recomputed(how, (*series, bias, scale), places)
         first = windows.tokens.positions - compression.rate + 1
         return turn(entries[:, :, None], first)[:, :, 0]
 

@@ -222,11 +222,14 @@ def loss(model: Any, documents: list[list[int]]) -> Any:
 
 
 def train(job: dict[str, Any], steps: list[list[list[int]]]) -> None:
-    """Train with AdamW on the mean token loss of each step; vectors have no weight decay."""
+    """Train with AdamW on the mean token loss of each step; vectors and position biases have no
+    weight decay.
+    """
     model = loaded(job).train()
     groups: dict[bool, list[Any]] = {True: [], False: []}
-    for parameter in model.parameters():
-        groups[parameter.ndim > 1].append(parameter)
+    for name, parameter in model.named_parameters():
+        decays = parameter.ndim > 1 and not name.endswith("position_bias")
+        groups[decays].append(parameter)
     optimizer = torch.optim.AdamW(
         [
             {"params": groups[True], "weight_decay": job["weight_decay"]},
