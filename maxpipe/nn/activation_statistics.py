@@ -166,11 +166,12 @@ class ActivationRecorder:
         sinks = None if mask.sinks is None else lax.stop_gradient(mask.sinks)
         positions = local_positions(query.shape[1])
 
-        def sampled(query: Array, key: Array, segments: Array, positions: Array, sinks: Any) -> Any:
-            return _attention_statistics(query, key, segments, positions, sinks, mask)
+        def sampled(query: Array, key: Array, ids: tuple[Any, ...], sinks: Any) -> Any:
+            return _attention_statistics(query, key, *ids, sinks, mask)
 
         run = auto_sharded(sampled, PartitionSpec())
-        entropy, largest, count = run(query, key, mask.segments, positions, sinks)
+        ids = (mask.segments, positions, mask.image_tokens_left)
+        entropy, largest, count = run(query, key, ids, sinks)
         self.statistics["attention_entropy"] = entropy
         self.statistics["attention_logit"] = Maximum(largest)
         self.statistics["attention_queries"] = count
@@ -181,6 +182,7 @@ def _attention_statistics(
     key: Float[Array, "B T G H"],
     segments: Int[Array, "B T"],
     positions: Int[Array, " T"],
+    image_tokens_left: Int[Array, "B T"] | None,
     sinks: Float[Array, " N"] | None,
     mask: Mask,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
@@ -206,7 +208,10 @@ def _attention_statistics(
         scores = mask.soft_cap * jnp.tanh(scores / mask.soft_cap)
     distance = places[:, None] - positions
     seen = query_segments[:, :, None] == segments[:, None]
-    if mask.causal:
+    if mask.causal and image_tokens_left is not None:
+        left = _take_tokens(image_tokens_left, positions, places)
+        seen &= distance >= -jnp.maximum(left - 1, 0)[:, :, None]
+    elif mask.causal:
         seen &= distance >= 0
     if not isinstance(mask.window, int) or mask.window:
         seen &= (distance < mask.window) | (jnp.asarray(mask.window) == 0)

@@ -136,3 +136,17 @@ def test_sums_of_large_arrays_are_exact_to_float32_rounding() -> None:
     stacked = np.asarray(count_bins(jnp.asarray(x), stacked=1))
     np.testing.assert_array_equal(stacked.sum(-1), [2048 * 1024] * 2)
     assert np.asarray(sum_squares(jnp.ones(3, jnp.bfloat16))) == 3
+
+
+def test_attention_entropy_includes_later_tokens_of_an_image() -> None:
+    tokens, left = 8, np.array([[0, 0, 3, 2, 1, 0, 0, 0]], np.int32)
+    ids = jnp.ones((1, tokens), jnp.int32)
+    inputs = {"segment_ids": ids, "positions": jnp.arange(tokens)[None]}
+    recorder = ActivationRecorder(inputs, histograms=False)
+    heads = jnp.zeros((1, tokens, 2, 4))
+    mask = Mask(ids, image_tokens_left=jnp.asarray(left), image_tokens=3)
+    recorder.record_attention(heads, heads, mask)
+    # Equal scores give the logarithm of the number of visible tokens.
+    visible = [1, 2, 5, 5, 5, 6, 7, 8]
+    found = float(recorder.statistics["attention_entropy"])
+    assert found == pytest.approx(np.log(visible).sum(), rel=1e-5)
