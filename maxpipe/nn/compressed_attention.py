@@ -109,9 +109,9 @@ class CompressedAttention(SpecModule):
         query = turn(rms_norm(query, None, part.head_norm), new.positions)
         query = checkpoint_name(constrain(query, _HEADS, self.rules), "query")
         key = split.unsharded_matmul(x, self.key_value[...].astype(dtype))
-        key = checkpoint_name(split.gather_tokens(key), "key")
+        key = checkpoint_name(self._whole(split.gather_tokens(key)), "key")
         key = rms_norm(key, self.key_value_norm[...], part.key_norm)
-        key = turn(key[:, :, None], new.positions)[:, :, 0]
+        key = self._whole(turn(key[:, :, None], new.positions)[:, :, 0])
         index = None
         if part.indexer is not None:
             index = self._index(x, latent, new, turn, split)
@@ -125,7 +125,8 @@ class CompressedAttention(SpecModule):
             if part.losses:
                 query, index = tie_cotangents(query, index)
         mixed, losses = self._attend(query, keys, new, tokens, compressed, index, context)
-        mixed = turn(checkpoint_name(mixed, "context"), -new.positions)
+        mixed = checkpoint_name(constrain(mixed, _HEADS, self.rules), "context")
+        mixed = constrain(turn(mixed, -new.positions), _HEADS, self.rules)
         out = self._project(mixed, split)
         if cache is not None:
             cache = self._appended(cache, keys, tokens, compressed, x.shape[1])
@@ -210,7 +211,7 @@ class CompressedAttention(SpecModule):
         projected = []
         for kind in ("value", "gate"):
             weight = getattr(self, f"{name}_{kind}")[...].astype(x.dtype)
-            each = split.gather_tokens(split.unsharded_matmul(x, weight))
+            each = self._whole(split.gather_tokens(split.unsharded_matmul(x, weight)))
             projected.append(checkpoint_name(each, f"{name}_{kind}"))
         return tuple(projected)
 
@@ -231,7 +232,7 @@ class CompressedAttention(SpecModule):
         how = _Entries(Compress(compression.rate, compression.overlaps), norm)
         entries: Any = recomputed(how, (*series, bias, scale), places)
         first = windows.tokens.positions - compression.rate + 1
-        return turn(entries[:, :, None], first)[:, :, 0]
+        return self._whole(turn(self._whole(entries)[:, :, None], first)[:, :, 0])
 
     def _index(
         self,
@@ -250,7 +251,7 @@ class CompressedAttention(SpecModule):
         (query,) = split.column_parallel(latent, [self.index_query[...].astype(dtype)], [axes])
         query = constrain(turn(query, tokens.positions), _HEADS, self.rules)
         weights = split.unsharded_matmul(x, self.index_weights[...].astype(dtype))
-        weights = checkpoint_name(split.gather_tokens(weights), "index_weights")
+        weights = checkpoint_name(self._whole(split.gather_tokens(weights)), "index_weights")
         empty = jnp.zeros((len(x), 0, query.shape[-1]), dtype)  # replaced by the entries
         return IndexArrays(checkpoint_name(query, "index_query"), empty, weights)
 
@@ -310,12 +311,21 @@ class CompressedAttention(SpecModule):
         options = DivergenceOptions(tuple(blocks), EntryTarget(how, self.rules), self.rules)
         return divergence(index, attention, seen, targets, options)
 
+    def _whole(self, x: Float[Array, "B T size"]) -> Float[Array, "B T size"]:
+        """Replicate an array and its cotangent over the tensor axis.
+
+        Otherwise, XLA shards the tokens of some arrays, with collectives that all stages would have
+        to execute.
+        """
+        return constrain(x, (None,) * 3, self.rules)
+
     def _project(
         self, mixed: Float[Array, "B T N H"], split: SequenceParallel
     ) -> Float[Array, "B T D"]:
         """Project the output of each group of heads, and the projected outputs of all groups."""
         part, dtype = self.part, mixed.dtype
         grouped = mixed.reshape(*mixed.shape[:2], part.num_groups, -1)
+        grouped = constrain(grouped, (None, None, "heads", None), self.rules)
         weight = self.group_out[...].astype(dtype)
         grouped = jnp.einsum("btgk,gkr->btgr", grouped, weight)
         grouped = constrain(grouped, (None, None, "heads", None), self.rules)

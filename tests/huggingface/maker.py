@@ -438,6 +438,74 @@ def kimi_linear(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Te
     return config, _drawn(found, dtype)
 
 
+def deepseek_v4(dtype: str = "F32", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a DeepSeek-V4 config.json with one layer of each type of attention, and its tensors,
+    with a multi-token prediction layer.
+    """
+    config = {
+        **{"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", **SIZES},
+        **{"num_key_value_heads": 1, "moe_intermediate_size": 7, "q_lora_rank": 5},
+        **{"compress_ratios": [0, 4, 128, 0], "num_hash_layers": 1, "qk_rope_head_dim": 2},
+        **{"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 3},
+        **{"index_n_heads": 2, "index_head_dim": 4, "index_topk": 2, "hc_mult": 2, **changes},
+    }
+    del config["intermediate_size"]
+    streams, coefficients = 2 * WIDTH, 2 * (2 + 2)
+    ends: dict[str, tuple[int, ...]] = {
+        **{"model.embed_tokens.weight": (VOCAB, WIDTH), "head.weight": (VOCAB, WIDTH)},
+        **{"model.norm.weight": (WIDTH,), "model.hc_head.hc_fn": (2, streams)},
+        **{"model.hc_head.hc_base": (2,), "model.hc_head.hc_scale": (1,)},
+        "mtp.0.norm.weight": (WIDTH,),
+    }
+    found = dict(ends)
+    for layer, rate in enumerate((0, 4, 128)):
+        inside: dict[str, tuple[int, ...]] = {
+            **{"attn_norm.weight": (WIDTH,), "ffn_norm.weight": (WIDTH,)},
+            **{"attn.wq_a.weight": (5, WIDTH), "attn.q_norm.weight": (5,)},
+            **{"attn.wq_b.weight": (HEADS * HEAD, 5), "attn.wkv.weight": (HEAD, WIDTH)},
+            **{"attn.norm.weight": (HEAD,), "attn.attn_sink": (HEADS,)},
+            **{"attn.wo_a.weight": (2 * 3, HEADS * HEAD // 2), "attn.wo_b.weight": (WIDTH, 2 * 3)},
+            **{"ffn.gate.weight": (EXPERTS, WIDTH)},
+            **{f"ffn.{n}.w1.weight": (7, WIDTH) for n in _mlps()},
+            **{f"ffn.{n}.w3.weight": (7, WIDTH) for n in _mlps()},
+            **{f"ffn.{n}.w2.weight": (WIDTH, 7) for n in _mlps()},
+        }
+        for name in ("attn", "ffn"):
+            inside |= {
+                f"hc_{name}_fn": (coefficients, streams),
+                f"hc_{name}_base": (coefficients,),
+                f"hc_{name}_scale": (3,),
+            }
+        inside |= {"ffn.gate.bias": (EXPERTS,)} if layer else {"ffn.gate.tid2eid": (VOCAB, 2)}
+        if rate:
+            series = 2 if rate == 4 else 1
+            inside |= _compression("attn.compressor.", rate, series, HEAD)
+        if rate == 4:
+            inside |= _compression("attn.indexer.compressor.", rate, 2, 4)
+            inside |= {"attn.indexer.wq_b.weight": (2 * 4, 5)}
+            inside |= {"attn.indexer.weights_proj.weight": (2, WIDTH)}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
+    tensors = _drawn(found, dtype)
+    table = np.arange(VOCAB)[:, None] + np.arange(2)
+    return config, {
+        name: (table % EXPERTS).astype(np.int64) if name.endswith("tid2eid") else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _mlps() -> list[str]:
+    return [*(f"experts.{n}" for n in range(EXPERTS)), "shared_experts"]
+
+
+def _compression(prefix: str, rate: int, series: int, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensor shapes of a compression of `rate` tokens."""
+    shapes: dict[str, tuple[int, ...]] = {
+        **{"wkv.weight": (series * size, WIDTH), "wgate.weight": (series * size, WIDTH)},
+        **{"ape": (rate, series * size), "norm.weight": (size,)},
+    }
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
 def _mamba2(prefix: str) -> dict[str, tuple[int, ...]]:
     """Return the tensor shapes of a Mamba-2 sublayer: 6 heads of 5 dims, and 2 groups of 4 dims."""
     shapes: dict[str, tuple[int, ...]] = {

@@ -40,9 +40,12 @@ LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
 TRAINED = (
     *("llama", "gemma3", "gemma4", "gemma4_moe", "gemma4_small"),
     *("mixtral", "qwen3_5", "qwen3_5_moe", "llama4", "deepseek_v32", "granite4", "nemotron_h"),
-    "kimi_linear",
+    *("kimi_linear", "deepseek_v4"),
 )
-UNTRAINED = ("index_query", "index_key", "index_key_norm", "index_key_norm_bias", "index_weights")
+UNTRAINED = (
+    *("index_query", "index_key", "index_key_norm", "index_key_norm_bias", "index_weights"),
+    *("index_value", "index_gate", "index_bias", "index_norm", "token_experts"),
+)
 """Parameters that transformers does not train: the indexer runs without gradients."""
 ALL_FEATURES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 5, "layer_types": None}
@@ -59,6 +62,15 @@ ALL_FEATURES: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
         **{"mamba_num_heads": 4, "n_groups": 2, "conv_kernel": 3, "norm_topk_prob": True},
+    },
+    "deepseek_v4": {
+        "layer_types": [
+            *("sliding_attention", "heavily_compressed_attention"),
+            *("compressed_sparse_attention", "heavily_compressed_attention"),
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 3,
+        **{"num_attention_heads": 4, "o_lora_rank": 6, "q_lora_rank": 8, "rms_norm_eps": 1e-2},
     },
     "granite4": {
         "num_local_experts": 5,

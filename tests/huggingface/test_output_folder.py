@@ -58,6 +58,7 @@ MAKERS = {
     "granite4": maker.granite4,
     "nemotron_h": maker.nemotron_h,
     "kimi_linear": maker.kimi_linear,
+    "deepseek_v4": maker.deepseek_v4,
 }
 
 
@@ -123,6 +124,7 @@ def test_only_links_into_download_cache_are_followed(
         *(("qwen3_5", "BF16"), ("qwen3_5_moe", "F16"), ("glm4_moe", "BF16"), ("minimax_m2", "F32")),
         *(("llama4", "BF16"), ("gemma4", "BF16"), ("gemma4_small", "F16")),
         *(("granite4", "BF16"), ("nemotron_h", "F32"), ("kimi_linear", "BF16")),
+        ("deepseek_v4", "BF16"),
     ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(
@@ -136,7 +138,10 @@ def test_other_families_and_dtypes_round_trip_bitwise(
     tensors[norm] = tensors[norm].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
-    ignored = {"qwen3_next": "mtp.fc.weight", "nemotron_h": "mtp.layers.0.norm.weight"}
+    ignored = {
+        **{"qwen3_next": "mtp.fc.weight", "nemotron_h": "mtp.layers.0.norm.weight"},
+        "deepseek_v4": "mtp.0.norm.weight",
+    }
     if kind in ignored:
         del tensors[ignored[kind]]
         text = f"omitted, because this model does not use them: {ignored[kind]}"
@@ -582,3 +587,25 @@ def test_partial_folder_removed_by_another_command_is_recreated(
         assert [str(here)] == made[1:]
         (here / "a").touch()
     assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("row", "dtype", "words"),
+    [
+        ([1, 1], np.int64, "must contain 2 different experts from 0 to 2"),
+        ([0, 3], np.int64, "must contain 2 different experts from 0 to 2"),
+        ([-1, 0], np.int32, "must contain 2 different experts from 0 to 2"),
+        ([0, 1], np.float32, "must have dtype I64 or I32"),
+    ],
+)
+def test_invalid_tables_of_experts_are_rejected(
+    row: list[int], dtype: Any, words: str, tmp_path: Path, capsys: Capture
+) -> None:
+    config, tensors = maker.deepseek_v4()
+    table = tensors["model.layers.0.ffn.gate.tid2eid"].astype(dtype)
+    table[100] = row
+    tensors["model.layers.0.ffn.gate.tid2eid"] = table
+    maker.write(tmp_path / "hf", config, tensors)
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 2
+    message = capsys.readouterr().err
+    assert words in message and "tid2eid" in message

@@ -1233,7 +1233,52 @@ def kimi_layers(full: Any, delta: Any) -> dict[str, Any]:
     return {"linear_attn_config": sizes | {"full_attn_layers": full, "kda_layers": delta}}
 
 
+_YARN_V4 = {
+    **{"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+    **{"beta_fast": 32, "beta_slow": 1},
+}
+
+
 UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
+    (maker.deepseek_v4, {"compress_ratios": [0, 4, 8]}, "compress_ratios"),
+    (maker.deepseek_v4, {"compress_ratios": [0, 4]}, "compress_ratios"),
+    (maker.deepseek_v4, {"compress_ratios": "044"}, "compress_ratios"),
+    (maker.deepseek_v4, {"compress_ratios": [0, [4], 4]}, "compress_ratios"),
+    (maker.deepseek_v4, {"compress_ratios": [False, 4, 4]}, "compress_ratios"),
+    (maker.deepseek_v4, {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    (maker.deepseek_v4, {"layer_types": ["full_attention"] * 3}, "layer_types"),
+    (maker.deepseek_v4, {"compress_rates": {"sliding_attention": 3}}, "compress_rates"),
+    (maker.deepseek_v4, {"compress_rates": 4}, "compress_rates"),
+    (maker.deepseek_v4, {"compress_rate_csa": 0}, "sparse_compress_rate"),
+    (maker.deepseek_v4, {"mlp_layer_types": ["moe", "hash_moe", "moe"]}, "mlp_layer_types"),
+    (maker.deepseek_v4, {"mlp_layer_types": "moe"}, "mlp_layer_types"),
+    (maker.deepseek_v4, {"num_hash_layers": 4}, "num_hash_layers"),
+    (maker.deepseek_v4, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    (maker.deepseek_v4, {"partial_rotary_factor": "x"}, "partial_rotary_factor"),
+    (maker.deepseek_v4, {"qk_rope_head_dim": 3}, "qk_rope_head_dim"),
+    (maker.deepseek_v4, {"num_key_value_heads": 2}, "num_kv_heads"),
+    (maker.deepseek_v4, {"o_groups": 3}, "o_groups"),
+    (maker.deepseek_v4, {"scoring_func": "sigmoid"}, "scoring_func"),
+    (maker.deepseek_v4, {"n_shared_experts": 2}, "n_shared_experts"),
+    (maker.deepseek_v4, {"norm_topk_prob": False}, "norm_topk_prob"),
+    (maker.deepseek_v4, {"hidden_act": "gelu"}, "hidden_act"),
+    (maker.deepseek_v4, {"hc_mult": 1}, "num_residual_streams"),
+    (maker.deepseek_v4, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
+    (
+        maker.deepseek_v4,
+        {"rope_scaling": _YARN_V4 | {"attention_factor": 1.2}},
+        "attention_factor",
+    ),
+    (
+        maker.deepseek_v4,
+        {
+            "rope_parameters": {
+                "main": {"rope_type": "default", "partial_rotary_factor": 0.4},
+                "compress": _YARN_V4 | {"partial_rotary_factor": 0.4},
+            }
+        },
+        "attention_factor",
+    ),
     (maker.nemotron_h, {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern"),
     (maker.nemotron_h, {"hybrid_override_pattern": ""}, "hybrid_override_pattern"),
     (maker.nemotron_h, {"layers_block_type": ["mamba", "rnn"]}, "layers_block_type"),
@@ -1771,3 +1816,33 @@ def test_gemma4_layers_without_embeddings_share_keys_only_in_the_unified_class()
     assert exported(num_kv_shared_layers=3, **embeddings) == "Gemma4ForCausalLM"
     with pytest.raises(ConfigError, match="num_experts = 4"):
         exported(num_kv_shared_layers=3, num_experts=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "value"),
+    [
+        ({}, "attention_pattern", "WSH"),
+        ({"compress_ratios": None}, "attention_pattern", "H"),
+        ({"compress_ratios": [0, 0, 0, 0]}, "attention_pattern", "W"),
+        ({"compress_rates": None, "compress_rate_csa": 8}, "sparse_compress_rate", 8),
+        ({}, "heavy_compress_rate", 128),
+        ({"mlp_layer_types": ["hash_moe", "hash_moe", "moe"]}, "num_hash_layers", 2),
+        ({"num_hash_layers": None}, "num_hash_layers", 3),
+        ({"partial_rotary_factor": 0.7}, "qk_rope_head_dim", 4),
+        ({"rope_scaling": _YARN_V4}, "rope_factor", 16),
+        ({"rope_parameters": _YARN_V4 | {"rope_type": "yarn"}}, "rope_factor", 16),
+        ({"rope_scaling": _YARN_V4}, "compress_rope_theta", 160000.0),
+        ({"rope_theta": 7.0, "compress_rope_theta": 9.0}, "compress_rope_theta", 9.0),
+    ],
+)
+def test_deepseek_v4_variants_round_trip(
+    changes: dict[str, Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    content = maker.deepseek_v4(index_head_dim=6)[0] | changes
+    read = config_values(tmp_path / "x", content)
+    assert read[f"deepseek_v4.{key}"] == value
+    assert read["rope_theta"] == changes.get("rope_theta", 10000.0)
+    table, written = table_for(read_description(tmp_path / "x").config)
+    assert table.architecture == "DeepseekV4ForCausalLM"
+    text = to_json(table, written, {}, "bfloat16", {})
+    assert config_values(tmp_path / "x", json.loads(text)) == read

@@ -283,8 +283,9 @@ def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] =
     `partners` maps other keys to their logical axes. The suggested value is also a multiple of the
     values suggested for these keys.
     """
+    read = MODEL_KEYS if logical == "kv_heads" else (key,)
 
-    @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
+    @rule(*read, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
     def find(config: Config) -> Iterator[RuleViolation]:
         if not applies_to_family(config, key) or _is_replicated(config, logical):
             return
