@@ -147,6 +147,8 @@ def _merge_duplicate(found: NormalizedConfig, twice: Twice) -> None:
 def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
     """Return the RoPE parameters, including the base, type and context lengths."""
     content = found.content
+    if row.enabled and _has_null_base(found):
+        return {"rope_theta": None, "rope_type": "default"}
     scaling, where = {}, "rope_parameters"
     if row.has_legacy_keys:
         scaling = an_object(content, "rope_scaling")
@@ -184,6 +186,19 @@ def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
 
 
 _SHARE = "partial_rotary_factor"
+
+
+def _has_null_base(found: NormalizedConfig) -> bool:
+    """Return whether the RoPE base is null, and record the RoPE parameters without effect."""
+    content = found.content
+    where = "rope_scaling" if an_object(content, "rope_scaling") else "rope_parameters"
+    said = an_object(content, where)
+    where_base = said if "rope_theta" in said else content
+    if where_base.get("rope_theta", 0) is not None:
+        return False
+    named = {name for name, value in said.items() if value not in (None, "default")}
+    found.unread.extend(f"{where}.{name}" for name in sorted(named))
+    return True
 
 
 def _drop_nulls(said: Theirs) -> dict[str, Any]:

@@ -38,7 +38,9 @@ _CHUNK = 1 << 17
 
 
 class TensorReader(Protocol):
-    """Reader of tensors: a file, or a quantized tensor that is dequantized when it is read."""
+    """Reader of tensors: a file, a tensor in parts, or a quantized tensor that is dequantized when it
+    is read.
+    """
 
     @property
     def path(self) -> Path:

@@ -35,7 +35,13 @@ from maxpipe.huggingface.mapping import (
     intersect,
     map_tensors,
 )
-from maxpipe.huggingface.safetensors import DTYPES, INTEGERS, SafetensorsReader, quote_name
+from maxpipe.huggingface.safetensors import (
+    DTYPES,
+    INTEGERS,
+    JoinedReader,
+    SafetensorsReader,
+    quote_name,
+)
 from maxpipe.io.direct_io import empty_array
 from maxpipe.io.files import expand_path, read
 from maxpipe.io.formatting import pluralize
@@ -388,6 +394,7 @@ def open_folder(
             raise safetensors.duplicate_tensor_error(path, names[table_name], name)
         names[table_name] = name
     files = {table_name: present[name] for table_name, name in names.items()}
+    _join_parts(said.table.split_tensors, files, names)
     transposed = [name for name, reader in files.items() if is_transposed(reader)]
     table = tensor_layouts.adapt_table(said.table, names, transposed)
     try:
@@ -420,6 +427,51 @@ def open_folder(
     )
     source.check_copies()
     return source
+
+
+def _join_parts(
+    split: Iterable[tuple[str, tuple[str, ...]]],
+    files: dict[str, TensorReader],
+    names: dict[str, str],
+) -> None:
+    """Replace the parts of each split tensor by the whole tensor, in both mappings.
+
+    Tensors are unchanged if the parts in a layer are missing or have several dtypes. Later checks
+    then compare each part with config.json.
+    """
+    for whole, parts in split:
+        ends = tuple(f".{part}" for part in parts)
+        prefixes = {
+            name[: name.rindex(end) + 1] for name in files for end in ends if name.endswith(end)
+        }
+        joined = {prefix: _joined(prefix, whole, parts, files, names) for prefix in prefixes}
+        readers = {prefix: reader for prefix, reader in joined.items() if reader is not None}
+        if len(readers) < len(joined):
+            continue
+        for prefix, reader in readers.items():
+            for part in parts:
+                del files[prefix + part], names[prefix + part]
+            files[prefix + whole], names[prefix + whole] = reader, prefix + whole
+
+
+def _joined(
+    prefix: str,
+    whole: str,
+    parts: tuple[str, ...],
+    files: Mapping[str, TensorReader],
+    names: Mapping[str, str],
+) -> JoinedReader | None:
+    stored = [
+        (names[each], reader)
+        for each in (prefix + part for part in parts)
+        if isinstance(reader := files.get(each), SafetensorsReader)
+    ]
+    if len(stored) < len(parts) or prefix + whole in files:
+        return None
+    try:
+        return JoinedReader(prefix + whole, stored)
+    except ValueError:
+        return None
 
 
 def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelDescription, int]:

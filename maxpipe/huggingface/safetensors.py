@@ -148,6 +148,52 @@ class SafetensorsReader:
         return array if lines == slice(None) else array[..., lines, :]
 
 
+class JoinedReader:
+    """Reader of one tensor whose rows are stored in several tensors."""
+
+    def __init__(self, name: str, parts: Sequence[tuple[str, SafetensorsReader]]):
+        """Declare the tensor `name`; `parts` has the names and readers of the stored tensors.
+
+        Raises:
+            ValueError: the stored tensors differ in more than their number of rows.
+        """
+        stored = [reader.entries[part] for part, reader in parts]
+        if len({(entry.dtype, entry.shape[1:]) for entry in stored}) > 1 or not stored[0].shape:
+            raise ValueError(f"the parts of {quote_name(name)} have different dtypes or shapes")
+        num_rows = sum(entry.shape[0] for entry in stored)
+        entry = stored[0]._replace(shape=(num_rows, *stored[0].shape[1:]))
+        self.path, self.entries = parts[0][1].path, {name: entry}
+        self._parts = parts
+
+    is_finite = False
+    """Whether `read` never returns NaN or infinity."""
+
+    def read(
+        self,
+        name: str,
+        rows: tuple[int, int] | None = None,
+        row_shape: tuple[int, ...] | None = None,
+        columns: tuple[int, int] | None = None,
+        lines: slice = slice(None),
+    ) -> np.ndarray:
+        """Read the tensor or a range of its rows, as `SafetensorsReader.read`."""
+        shape = self.entries[name].shape
+        if rows is None:
+            rows, row_shape = (0, shape[0]), None
+        row_shape = shape[1:] if row_shape is None else row_shape
+        row_size, offset, arrays = math.prod(row_shape), 0, []
+        for part, reader in self._parts:
+            size = math.prod(reader.entries[part].shape)
+            first, end = max(rows[0] * row_size - offset, 0), min(rows[1] * row_size - offset, size)
+            if first < end:
+                arrays.append(reader.read(part, (first, end), ()))
+            offset += size
+        array = np.concatenate(arrays).reshape(rows[1] - rows[0], *row_shape)
+        if columns is not None:
+            array = array[..., columns[0] : columns[1]]
+        return array if lines == slice(None) else array[..., lines, :]
+
+
 def damaged_file_error(path: Path, reason: str) -> ConfigError:
     """Return the error for an invalid file."""
     return ConfigError.one(

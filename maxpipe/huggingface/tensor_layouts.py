@@ -33,6 +33,10 @@ _FUSED = (
     (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
     (("gate_proj", "up_proj"), "gate_up_proj"),
     (("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d"), "self_attn.conv1d"),
+    (
+        ("linear_attn.q_conv1d", "linear_attn.k_conv1d", "linear_attn.v_conv1d"),
+        "linear_attn.conv1d",
+    ),
     (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa"),
 )
 """Names of separate modules, and the name of the fused module that concatenates their rows."""
@@ -51,6 +55,19 @@ _RENAMED_MODULES = (
     ("backbone.", "model.", "model.layers.#.mixer."),
     # transformers 5.24 saves the MLPs of Kimi Linear under the names of the layers with experts.
     (".mlp.", ".block_sparse_moe.", "layers.#.block_sparse_moe.gate_proj."),
+    (".attention_layer_norm.", ".input_layernorm.", "layers.#.input_layernorm."),
+    (
+        ".feedforward_layer_norm.",
+        ".post_attention_layernorm.",
+        "layers.#.post_attention_layernorm.",
+    ),
+    # transformers 5.24 saves a norm of the attention layers of OLMo Hybrid under the name of a norm
+    # of the other layers.
+    (
+        ".post_attention_layernorm.",
+        ".feedforward_layer_norm.",
+        "layers.#.feedforward_layer_norm.",
+    ),
 )
 """Names of modules in published checkpoints and in transformers 5, and a part of the tensor names
 that identifies the second layout."""

@@ -199,6 +199,9 @@ class Rotary:
     reads_flat: bool = False
     """Whether parameters outside the entries of `layers` apply to this layer type, except the
     base. The class then does not scale rotated dims."""
+    enabled: str = ""
+    """maxpipe key that enables RoPE, which a RoPE base of null disables. Empty if null means the
+    default base."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -218,6 +221,10 @@ class Rotary:
             {self.theta: rope_parameters["rope_theta"]},
             rope_parameters["rope_type"],
         )
+        if self.enabled:
+            ours_read[self.enabled] = rope_parameters["rope_theta"] is not None
+            if not ours_read[self.enabled]:
+                return ours_read | {self.theta: self.default, **self.unscaled}
         if rope_type != "default" and (
             not isinstance(rope_type, str) or rope_type not in self.scalings
         ):
@@ -233,6 +240,9 @@ class Rotary:
 
     def write(self, ours: Ours) -> Theirs:
         """Return the keys of both current and older releases, so that both can read the file."""
+        if self.enabled and not ours[self.enabled]:
+            disabled = {"rope_theta": None, "rope_type": "default"}
+            return {self.legacy_theta_key: None, "rope_scaling": None, "rope_parameters": disabled}
         rope_type, scaling = self.select_type(ours), {}
         if rope_type != "default":
             for row in self.scalings[rope_type]:
@@ -361,6 +371,8 @@ class HuggingFace:
     """(parameter, tensor) pairs for tensors duplicated in each multi-token prediction layer."""
     duplicate_keys: tuple[Twice, ...] = ()
     """Pairs of `config.json` keys with the same meaning."""
+    split_tensors: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(tensor, parts) pairs of names in a layer. Each part can have any number of rows."""
     has_transposed_experts: bool = False
     """Whether the transformers class declares that its expert matrices have the input dim first.
     PEFT reads this declaration (`is_transposed`) and not the computation."""

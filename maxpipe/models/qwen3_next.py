@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from maxpipe.errors import Code, RuleViolation
+from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, moe_base, partial_rope
+from maxpipe.models import family, gated_delta_config, huggingface, moe_base, partial_rope
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
+from maxpipe.models.gated_delta_config import GatedDeltaConfig
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Row, Tensor, Twice
 from maxpipe.models.layers.experts import Experts
-from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.mlp import MLP, RMSNorm
 from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.partial_rope import PartialRopeConfig
@@ -22,27 +22,12 @@ from maxpipe.models.spec import Branch, LayerType, Model, Part
 @dataclass(
     frozen=True, kw_only=True
 )  # no slots, because a family can inherit from several such classes
-class HybridConfig(PartialRopeConfig):
-    """Config keys shared by families that combine the gated delta rule with full attention."""
+class HybridConfig(GatedDeltaConfig, PartialRopeConfig):
+    """Config keys shared by Qwen families that combine the gated delta rule with full attention."""
 
     full_attention_interval: int = field(default=4, metadata=renamed_from("attention_period"))
     """Interval between layers with full attention. With interval n, every n-th layer has full
     attention and all others use the gated delta rule."""
-    linear_num_key_heads: int = field(default=16, metadata=renamed_from("num_key_heads"))
-    """Number of query and key heads in delta-rule layers."""
-    linear_num_value_heads: int = field(default=32, metadata=renamed_from("num_value_heads"))
-    """Number of value heads in delta-rule layers, a multiple of `linear_num_key_heads`. Each value
-    head has a separate state."""
-    linear_key_head_dim: int = field(default=128, metadata=renamed_from("key_size"))
-    """Dimension of a query or key head in delta-rule layers."""
-    linear_value_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Dimension of a value head in delta-rule layers."""
-    linear_conv_kernel_dim: int = field(default=4, metadata=renamed_from("kernel"))
-    """Width in tokens of the convolution over queries, keys and values, including the current
-    token."""
-    gdn_chunk_size: int = field(default=64, metadata=renamed_from("chunk"))
-    """Number of tokens per chunk of the delta rule, a power of two. Larger chunks lead to larger
-    matmuls but more FLOPs. The chunk size affects results only through rounding."""
 
 
 @dataclass(
@@ -92,18 +77,7 @@ def hybrid(config: ModelConfig, name: str, part: Part, *, fused: bool) -> Model:
         head_norm=RMSNorm(config.head_dim, epsilon, offset=1.0),
         gated=True,
     )
-    delta = GatedDelta(
-        config.d_model,
-        own.linear_num_key_heads,
-        own.linear_num_value_heads,
-        own.linear_key_head_dim,
-        own.linear_value_head_dim,
-        own.linear_conv_kernel_dim,
-        RMSNorm(own.linear_value_head_dim, epsilon),
-        family.residual_gain(config),
-        own.gdn_chunk_size,
-        fused,
-    )
+    delta = gated_delta_config.gated_delta(config, own, epsilon, fused=fused)
     last = Branch(name, part, norm, dropout=config.dropout)
     mixing = {
         _DELTA: Branch("delta", delta, norm, dropout=config.dropout),
@@ -128,18 +102,8 @@ def moe_rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     """Yield violations of the rules for the keys of `HybridConfig`."""
-    own, section = own_keys(config, HybridConfig), f"model.{config.family}"
-    if own.linear_num_value_heads % own.linear_num_key_heads:
-        yield RuleViolation(
-            Code.MODEL_SIZES,
-            f"{section}.linear_num_value_heads",
-            f"must be a multiple of {section}.linear_num_key_heads "
-            f"({own.linear_num_key_heads}), because every key head serves the same number of "
-            "value heads.",
-            f"Set {section}.linear_num_value_heads={2 * own.linear_num_key_heads}.",
-        )
+    yield from gated_delta_config.rules(config, own_keys(config, HybridConfig))
     yield from partial_rope.rules(config)
-    yield from family.chunk_rule(section, "gdn_chunk_size", own.gdn_chunk_size)
 
 
 _LINEAR_ATTENTION = "model.layers.{layer}.linear_attn."
@@ -215,11 +179,7 @@ def keys(section: str, ignored: tuple[str, ...] = ()) -> tuple[Row, ...]:
         huggingface.Period(
             f"{section}.full_attention_interval", "linear_attention", 4, "full_attention_interval"
         ),
-        Key("linear_num_key_heads", f"{section}.linear_num_key_heads", 16),
-        Key("linear_num_value_heads", f"{section}.linear_num_value_heads", 32),
-        Key("linear_key_head_dim", f"{section}.linear_key_head_dim", 128),
-        Key("linear_value_head_dim", f"{section}.linear_value_head_dim", 128),
-        Key("linear_conv_kernel_dim", f"{section}.linear_conv_kernel_dim", 4),
+        *gated_delta_config.rows(section),
         *partial_rope.table_rows(section, 0.25, ignored=ignored),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
@@ -259,12 +219,7 @@ _HUGGINGFACE = HuggingFace(
 
 BOUNDS = (
     Bound("full_attention_interval", 4, 1),
-    Bound("linear_num_key_heads", 16, 1, axis="kv_heads"),
-    Bound("linear_num_value_heads", 32, 1, axis="heads"),
-    Bound("linear_key_head_dim", 128, 1, axis="head_dim"),
-    Bound("linear_value_head_dim", 128, 1, axis="head_dim"),
-    Bound("linear_conv_kernel_dim", 4, 2, 64),
-    Bound("gdn_chunk_size", 64, 1, 1024),
+    *gated_delta_config.BOUNDS,
     *partial_rope.BOUNDS,
 )
 """Allowed ranges of the keys in `HybridConfig`."""

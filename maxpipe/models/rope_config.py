@@ -341,6 +341,7 @@ def row(
     types: Sequence[str] = ("linear", "dynamic", "llama3", "yarn", "longrope"),
     more: tuple[Row, ...] = (),
     defaults: Theirs | None = None,
+    enabled: str = "",
 ) -> Row:
     """Return the rotary-position row of the table for model families that support every
     `RopeConfig` key.
@@ -354,6 +355,7 @@ def row(
         more: rows for additional keys in `rope_parameters`, which all scaling types have. Exports
             then write a scaling type even if the factor is 1.
         defaults: rotary parameters that transformers uses if `config.json` has none.
+        enabled: key that enables RoPE, if a RoPE base of null disables RoPE.
     """
     kind, factor, length = (
         f"{family}.rope_{name}" for name in ("type", "factor", "attention_factor")
@@ -413,4 +415,5 @@ def row(
         },
         layers=layers,
         defaults=defaults or {},
+        enabled=enabled,
     )

@@ -152,4 +152,5 @@ def _gates(
         weights[name].reshape(heads).astype(jnp.float32) for name in ("decay", "decay_bias")
     )
     write, forget = jnp.split(ba, 2, axis=-1)
-    return jax.nn.sigmoid(write), -jnp.exp(rate) * jax.nn.softplus(forget + bias)
+    largest = 2.0 if part.allow_neg_eigval else 1.0
+    return largest * jax.nn.sigmoid(write), -jnp.exp(rate) * jax.nn.softplus(forget + bias)

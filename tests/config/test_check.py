@@ -511,7 +511,9 @@ def test_rules_declare_the_keys_they_read():
         assert set(rule.keys) <= set(KEYS)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "granite4", "nemotron_h", "kimi_linear"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "granite4", "nemotron_h", "kimi_linear", "olmo_hybrid"]
+)
 def test_recurrent_layers_reject_context_axis(family: str):
     sizes = ("model.num_kv_heads=8", "model.head_dim=96")  # valid for all families
     with pytest.raises(ConfigError, match="its recurrent layers"):

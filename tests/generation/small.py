@@ -22,6 +22,7 @@ from maxpipe.models.kimi_linear import KimiLinearConfig
 from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.nemotron_h import NemotronHConfig
+from maxpipe.models.olmo_hybrid import OlmoHybridConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig
@@ -159,6 +160,19 @@ KIMI = dataclasses.replace(
         num_experts=4,
         d_expert=12,
         score_func="sigmoid",
+    ),
+)
+OLMO_HYBRID = dataclasses.replace(
+    LLAMA,
+    num_layers=4,
+    family="olmo_hybrid",
+    own=OlmoHybridConfig(
+        attention_layers=[1, 3],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=5,
+        linear_value_head_dim=3,
+        gdn_chunk_size=4,
     ),
 )
 GREEDY = Sampling(temperature=0.0)

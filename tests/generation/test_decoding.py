@@ -36,6 +36,7 @@ from tests.generation.small import (
     MORE,
     NEMOTRON,
     NEXT,
+    OLMO_HYBRID,
     ONE_DEVICE,
     PROMPTS,
     decoding_of,
@@ -59,7 +60,10 @@ def by_full_forwards(apply: Any, params: Any, prompt: list[int], length: int) ->
 @pytest.mark.parametrize(
     "model",
     keeping(
-        [LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, GRANITE4, NEMOTRON, KIMI, LLAMA4, GEMMA4, GEMMA4_SMALL],
+        [
+            *(LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, GRANITE4, NEMOTRON, KIMI, OLMO_HYBRID),
+            *(LLAMA4, GEMMA4, GEMMA4_SMALL),
+        ],
         0,
         2,
     ),
@@ -145,6 +149,7 @@ MESHES = {
     "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "mamba": (GRANITE4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "kimi": (KIMI, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "olmo": (OLMO_HYBRID, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "nemotron": (NEMOTRON, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "chunks": (LLAMA4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),

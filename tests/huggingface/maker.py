@@ -506,6 +506,40 @@ def _compression(prefix: str, rate: int, series: int, size: int) -> dict[str, tu
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
+def olmo_hybrid(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return an OLMo Hybrid config.json and its tensors; the second layer has attention."""
+    config = {
+        **{"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", **SIZES},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 3},
+        **{"linear_value_head_dim": 5, "linear_conv_kernel_dim": 3},
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        **{"rope_parameters": {"rope_theta": None, "rope_type": "default"}, **changes},
+    }
+    rows = {"q": 6, "k": 6, "v": 30}
+    delta: dict[str, tuple[int, ...]] = {
+        **{f"linear_attn.{name}_proj.weight": (size, WIDTH) for name, size in rows.items()},
+        **{f"linear_attn.{name}_conv1d.weight": (size, 1, 3) for name, size in rows.items()},
+        **{f"linear_attn.{name}_proj.weight": (6, WIDTH) for name in "ab"},
+        **{"linear_attn.g_proj.weight": (30, WIDTH), "linear_attn.o_proj.weight": (WIDTH, 30)},
+        **{"linear_attn.A_log": (6,), "linear_attn.dt_bias": (6,)},
+        **{"linear_attn.o_norm.weight": (5,), "attention_layer_norm.weight": (WIDTH,)},
+        **{"feedforward_layer_norm.weight": (WIDTH,)},
+    }
+    attention: dict[str, tuple[int, ...]] = {
+        **{f"{name}.weight": shape for name, shape in _ATTENTION.items()},
+        **{"self_attn.q_norm.weight": (HEADS * HEAD,)},
+        **{"self_attn.k_norm.weight": (KV_HEADS * HEAD,)},
+        **{"post_attention_layernorm.weight": (WIDTH,)},
+        **{"post_feedforward_layernorm.weight": (WIDTH,)},
+    }
+    mlp = {f"{name}.weight": shape for name, shape in _MLP.items()}
+    found = _ends(tied=False)
+    for layer in range(LAYERS):
+        each = (attention if layer == 1 else delta) | mlp
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in each.items()}
+    return config, _drawn(found, dtype)
+
+
 def _mamba2(prefix: str) -> dict[str, tuple[int, ...]]:
     """Return the tensor shapes of a Mamba-2 sublayer: 6 heads of 5 dims, and 2 groups of 4 dims."""
     shapes: dict[str, tuple[int, ...]] = {

@@ -51,6 +51,7 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "granite4": lambda: maker.granite4()[0],
     "nemotron_h": lambda: maker.nemotron_h()[0],
     "kimi_linear": lambda: maker.kimi_linear()[0],
+    "olmo_hybrid": lambda: maker.olmo_hybrid(rope_parameters={"rope_theta": 1e4})[0],
     "ministral3": lambda: maker.ministral3()[0],
     "llama4": lambda: maker.llama4()[0],
     "llama4 lists": lambda: without(

@@ -541,11 +541,31 @@ def kimi_linear(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def olmo_hybrid(draw: random.Random) -> dict[str, Any]:
+    kinds = ("linear_attention", "full_attention")
+    key_heads = draw.choice((1, 2, 3))
+    no_rope = {"rope_type": "default", "rope_theta": None}
+    return {
+        "rope_parameters": draw.choice((no_rope, default_rope(draw), yarn(draw))),
+        "layer_types": draw.sample(kinds, 2) + draw.choices(kinds, k=5),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice((1, 2)),
+        "linear_key_head_dim": draw.choice((3, 5, 8)),
+        "linear_value_head_dim": draw.choice((4, 5, 7)),
+        "linear_conv_kernel_dim": draw.choice((2, 3, 4)),
+        "linear_allow_neg_eigval": draw.random() < 0.7,
+        "tie_word_embeddings": draw.random() < 0.3,
+        **{"pad_token_id": 0, "eos_token_id": 2},  # defaults exceed the sizes
+    }
+
+
 SPARSE = ("deepseek_v32", "glm_moe_dsa")
 """Classes with sparse latent attention."""
 XLA_ONLY = (*SPARSE, "deepseek_v4")
 """Classes that only the `xla` backend supports."""
-HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "olmo3", "granite", "granite4", "phi3", "smollm3"}
+HEADS_SHARE_THE_WIDTH = {
+    *("qwen2", "olmo2", "olmo3", "olmo_hybrid", "granite", "granite4", "phi3", "smollm3"),
+}
 SCALED = (
     "smollm3",
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
@@ -585,6 +605,7 @@ CLASSES = {
     "minimax_m2": (minimax_m2, "MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
     "phi3": (phi3, "Phi3Config", "Phi3ForCausalLM"),
     "kimi_linear": (kimi_linear, "KimiLinearConfig", "KimiLinearForCausalLM"),
+    "olmo_hybrid": (olmo_hybrid, "OlmoHybridConfig", "OlmoHybridForCausalLM"),
 }
 
 
@@ -886,8 +907,10 @@ def test_import_and_export_preserve_every_bit(name: str, folders, exported) -> N
     for tensor in before.mapping.tensors:
         bits = []
         for folder in (before, after):
-            # transformers 5.24 saves the MLPs of Kimi Linear under the name of the experts.
+            # transformers 5.24 saves the MLPs of Kimi Linear under the name of the experts, and a
+            # norm of OLMo Hybrid's attention layers under a name in the other layers.
             published = tensor.replace(".block_sparse_moe.", ".mlp.")
+            published = published.replace("feedforward_layer_norm", "post_attention_layernorm")
             stored = tensor if tensor in folder.mapping.tensors else published
             bits.append(folder._files[stored].read(folder._names[stored]).tobytes())
         assert bits[0] == bits[1]

@@ -40,8 +40,9 @@ LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
 TRAINED = (
     *("llama", "gemma3", "gemma4", "gemma4_moe", "gemma4_small"),
     *("mixtral", "qwen3_5", "qwen3_5_moe", "llama4", "deepseek_v32", "granite4", "nemotron_h"),
-    *("kimi_linear", "deepseek_v4"),
+    *("kimi_linear", "olmo_hybrid", "deepseek_v4"),
 )
+LINEAR = "linear_attention"
 UNTRAINED = (
     *("index_query", "index_key", "index_key_norm", "index_key_norm_bias", "index_weights"),
     *("index_value", "index_gate", "index_bias", "index_norm", "token_experts"),
@@ -79,9 +80,15 @@ ALL_FEATURES: dict[str, dict[str, Any]] = {
         **{"mamba_n_heads": 4, "mamba_expand": 4, "mamba_n_groups": 2},
     },
     "kimi_linear": {
-        "layer_types": [*["linear_attention"] * 3, "full_attention", "linear_attention"],
+        "layer_types": [*[LINEAR] * 3, "full_attention", LINEAR],
         **{"linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3},
         **{"first_k_dense_replace": 1, "q_lora_rank": None, "moe_renormalize": True},
+    },
+    "olmo_hybrid": {
+        "layer_types": [LINEAR, "full_attention", LINEAR, LINEAR, "full_attention"],
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
+        **{"linear_value_head_dim": 5, "linear_allow_neg_eigval": True},
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
     },
     "llama4": {
         **{"no_rope_layer_interval": 3, "attention_chunk_size": 5, "use_qk_norm": True},

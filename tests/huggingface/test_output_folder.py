@@ -59,6 +59,7 @@ MAKERS = {
     "nemotron_h": maker.nemotron_h,
     "kimi_linear": maker.kimi_linear,
     "deepseek_v4": maker.deepseek_v4,
+    "olmo_hybrid": maker.olmo_hybrid,
 }
 
 
@@ -125,6 +126,7 @@ def test_only_links_into_download_cache_are_followed(
         *(("llama4", "BF16"), ("gemma4", "BF16"), ("gemma4_small", "F16")),
         *(("granite4", "BF16"), ("nemotron_h", "F32"), ("kimi_linear", "BF16")),
         ("deepseek_v4", "BF16"),
+        ("olmo_hybrid", "BF16"),
     ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(

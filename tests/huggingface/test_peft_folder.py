@@ -53,6 +53,7 @@ CASES = [
     ("llama4", ("adapter.targets=['*.experts.*', '*.mlp.*']",)),
     ("nemotron_h", ("adapter.targets=['*.experts.*', '*.mamba.mamba.[!o]*', '*.mlp.*']",)),
     ("kimi_linear", ("adapter.targets=['*.experts.*', '*.kda.*', '*.attention.*', '*.mlp.*']",)),
+    ("olmo_hybrid", ("adapter.targets=['*.delta.delta.*', '*.attention.*', '*.mlp.*']",)),
     ("granite4", ("adapter.targets=['*.experts.*', '*.mamba.*', '*.attention.*']",)),
     ("qwen3_next", ("adapter.targets=['*.experts.down', '*.shared_up', '*.full.attention.*']",)),
 ]

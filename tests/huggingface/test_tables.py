@@ -437,6 +437,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "olmo3-7b": olmo3(32, 4096, 32, 32, 11008),
     "olmo3-32b": olmo3(64, 5120, 40, 8, 27648),
+    "olmo-hybrid-7b": {
+        "architectures": ["OlmoHybridForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 3840,
+        "intermediate_size": 11008,
+        "layer_types": [*["linear_attention"] * 3, WHOLE] * 8,
+        "linear_allow_neg_eigval": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 96,
+        "linear_num_key_heads": 30,
+        "linear_num_value_heads": 30,
+        "linear_value_head_dim": 192,
+        "max_position_embeddings": 65536,
+        "model_type": "olmo_hybrid",
+        "num_attention_heads": 30,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 30,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
     "smollm3-3b": {
         "architectures": ["SmolLM3ForCausalLM"],
         "attention_bias": False,
@@ -1322,6 +1345,20 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     (maker.kimi_linear, {"num_key_value_heads": 2}, "num_kv_heads"),
     (maker.kimi_linear, {"num_shared_experts": "1"}, "num_shared_experts"),
     (maker.kimi_linear, {"hidden_act": "gelu"}, "hidden_act"),
+    (maker.olmo_hybrid, {"layer_types": ["linear_attention", WHOLE]}, "layer_types"),
+    (maker.olmo_hybrid, {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+    (maker.olmo_hybrid, {"layer_types": [WHOLE] * 3}, "layer_types"),
+    (maker.olmo_hybrid, {"layer_types": ["linear_attention", "mamba", WHOLE]}, "layer_types"),
+    (maker.olmo_hybrid, {"layer_types": ["linear_attention", WHOLE, 1]}, "layer_types"),
+    (maker.olmo_hybrid, {"layer_types": WHOLE}, "layer_types"),
+    (maker.olmo_hybrid, {"linear_num_value_heads": 5}, "linear_num_value_heads"),
+    (maker.olmo_hybrid, {"linear_num_key_heads": 0}, "linear_num_key_heads"),
+    (maker.olmo_hybrid, {"linear_key_head_dim": "3"}, "linear_key_head_dim"),
+    (maker.olmo_hybrid, {"linear_allow_neg_eigval": 1}, "linear_allow_neg_eigval"),
+    (maker.olmo_hybrid, {"rope_parameters": {"rope_theta": "x"}}, "rope_theta"),
+    (maker.olmo_hybrid, {"rope_parameters": [None]}, "rope_parameters"),
+    (maker.olmo_hybrid, {"attention_bias": True}, "attention_bias"),
+    (maker.olmo_hybrid, {"hidden_act": "gelu"}, "hidden_act"),
     (maker.qwen3_5, {"attn_output_gate": False}, "attn_output_gate"),
     (maker.qwen3_5, {"output_gate_type": "sigmoid"}, "output_gate_type"),
     (maker.qwen3_5, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers"),
@@ -1554,6 +1591,56 @@ def test_contradictions_of_kimi_linear_layer_lists_are_reported(tmp_path: Path) 
     config_values(tmp_path / "x", maker.kimi_linear()[0] | types)
     (message,) = read_description(tmp_path / "x").differences
     assert "linear_attn_config.full_attn_layers = [2] differ: layer_types is used" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "value"),
+    [
+        ({}, "rotary_positions", False),
+        ({"rope_theta": 500.0}, "rotary_positions", False),
+        ({"rope_parameters": None}, "rotary_positions", True),
+        ({"rope_parameters": None, "rope_theta": None}, "rotary_positions", False),
+        ({"rope_parameters": {"rope_type": "default"}}, "rotary_positions", True),
+        ({"rope_parameters": {}, "rope_theta": None}, "rotary_positions", False),
+        ({"rope_parameters": {"rope_theta": 5.0}, "rope_theta": None}, "rotary_positions", True),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_factor", 2.0),
+        ({"layer_types": None}, "attention_layers", [2]),
+        ({"layer_types": None, "num_hidden_layers": 9}, "attention_layers", [3, 7]),
+        ({"layer_types": [WHOLE, "linear_attention", WHOLE]}, "attention_layers", [0, 2]),
+        ({"linear_num_key_heads": None}, "linear_num_key_heads", maker.HEADS),
+        ({"linear_num_value_heads": None}, "linear_num_value_heads", maker.HEADS),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim", 3),
+        ({"linear_value_head_dim": None}, "linear_value_head_dim", 6),
+        ({"linear_allow_neg_eigval": None}, "linear_allow_neg_eigval", True),
+        ({"linear_allow_neg_eigval": False}, "linear_allow_neg_eigval", False),
+    ],
+)
+def test_olmo_hybrid_variants_round_trip(
+    changes: dict[str, Any], key: str, value: Any, tmp_path: Path
+) -> None:
+    if changes.get("linear_num_key_heads", 0) is None:
+        changes = changes | {"linear_num_value_heads": 2 * maker.HEADS}
+    read = config_values(tmp_path / "x", maker.olmo_hybrid()[0] | changes)
+    assert read[f"olmo_hybrid.{key}"] == value
+    table, written = table_for(read_description(tmp_path / "x").config)
+    text = to_json(table, written, {}, "bfloat16", {})
+    assert config_values(tmp_path / "x", json.loads(text)) == read
+
+
+def test_rope_parameters_without_effect_are_reported(tmp_path: Path) -> None:
+    rope = {"rope_theta": None, "rope_type": "yarn", "factor": 4.0}
+    config_values(tmp_path / "x", maker.olmo_hybrid()[0] | {"rope_parameters": rope})
+    unknown = read_description(tmp_path / "x").unknown
+    assert {"rope_parameters.rope_type", "rope_parameters.factor"} <= {*unknown}
+
+
+@pytest.mark.parametrize("layers", [[], [0, 1, 2]])
+def test_olmo_hybrid_with_one_layer_type_is_not_exported(layers: list[int], tmp_path: Path) -> None:
+    config_values(tmp_path / "x", maker.olmo_hybrid()[0])
+    config = read_description(tmp_path / "x").config
+    own: Any = config.own
+    with pytest.raises(ConfigError, match="must contain at least one layer, but not all layers"):
+        table_for(replace(config, own=replace(own, attention_layers=layers)))
 
 
 def test_nemotron_h_experts_without_shared_expert_are_not_exported(tmp_path: Path) -> None:

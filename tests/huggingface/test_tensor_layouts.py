@@ -110,6 +110,31 @@ def kimi_in_memory(tensors: maker.Tensors) -> maker.Tensors:
     return tensors
 
 
+def olmo_in_memory(tensors: maker.Tensors) -> maker.Tensors:
+    """Return the names of the modules in transformers 5."""
+    names = {"attention_layer_norm": "input_layernorm"}
+    names |= {"feedforward_layer_norm": "post_attention_layernorm"}
+    for old, new in names.items():
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    return joined(("q_conv1d", "k_conv1d", "v_conv1d"), "conv1d")(tensors)
+
+
+def olmo_norms(tensors: maker.Tensors) -> maker.Tensors:
+    """Return the names that transformers 5.24 writes."""
+    old, new = "post_attention_layernorm", "feedforward_layer_norm"
+    return {name.replace(old, new): x for name, x in tensors.items()}
+
+
+def olmo_saved(tensors: maker.Tensors) -> maker.Tensors:
+    """Return the names and shapes that transformers 5.24 writes."""
+    tensors = olmo_norms(tensors)
+    for layer in (0, 2):
+        names = [f"model.layers.{layer}.linear_attn.{each}_conv1d.weight" for each in "qkv"]
+        whole = np.concatenate([tensors[name] for name in names])
+        tensors |= dict(zip(names, np.split(whole, 3), strict=True))
+    return tensors
+
+
 def phi3(dtype: str = "BF16") -> tuple[dict[str, Any], maker.Tensors]:
     config, tensors = maker.llama(dtype, hidden_size=24, head_dim=6)
     tensors = {
@@ -147,6 +172,9 @@ LAYOUTS: dict[str, tuple[Callable[..., tuple[dict[str, Any], maker.Tensors]], Ch
     "experts of vLLM": (maker.mixtral, stacked(("w1", "w3", "w2"), "w13_weight", "w2_weight")),
     "MLPs of Kimi Linear": (maker.kimi_linear, kimi_mlp),
     "modules of Kimi Linear in memory": (maker.kimi_linear, kimi_in_memory),
+    "norms of OLMo Hybrid": (maker.olmo_hybrid, olmo_norms),
+    "equal parts of the convolution of OLMo Hybrid": (maker.olmo_hybrid, olmo_saved),
+    "modules of OLMo Hybrid in memory": (maker.olmo_hybrid, olmo_in_memory),
     "experts of Qwen3-Next": (maker.qwen3_next, stacked(GATED, "gate_up_proj", "down_proj")),
     "experts of Qwen3.5": (maker.qwen3_5_moe, stacked(GATED, "gate_up_proj", "down_proj")),
     "each expert's gate and up": (
@@ -176,6 +204,30 @@ def test_all_layouts_import_bitwise_equal(
     unread = "mtp." if make is maker.qwen3_next else "-"
     wanted = {each: x for each, x in tensors.items() if not each.startswith(unread)}
     maker.same_bits(maker.read(tmp_path / "out"), wanted)
+
+
+def test_parts_with_several_dtypes_import_bitwise_equal(tmp_path: Path) -> None:
+    config, tensors = maker.olmo_hybrid("BF16")
+    name = "model.layers.0.linear_attn.k_conv1d.weight"
+    tensors[name] = tensors[name].astype(np.float32)
+    folder = maker.write(tmp_path / "hf", config, tensors)
+    assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 0
+    export(parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print)
+    maker.same_bits(maker.read(tmp_path / "out"), tensors)
+
+
+@pytest.mark.parametrize("shape", [(7, 1, 3), (6, 1, 4), (6,)])
+def test_parts_with_wrong_shapes_are_rejected(
+    shape: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, tensors = maker.olmo_hybrid("BF16")
+    for layer in (0, 2):
+        name = f"model.layers.{layer}.linear_attn.k_conv1d.weight"
+        tensors[name] = np.ones(shape, tensors[name].dtype)
+    folder = maker.write(tmp_path / "hf", config, tensors)
+    assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 2
+    message = capsys.readouterr().err
+    assert "must have the shape" in message and "conv1d.weight" in message
 
 
 def test_canonical_strips_only_known_tool_prefixes() -> None:

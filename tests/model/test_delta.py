@@ -59,7 +59,8 @@ def recurrence(w: Params, x: jax.Array, part: gated_delta.GatedDelta) -> jax.Arr
         return state, jnp.einsum("hkv,hk->hv", state, query)
 
     state = jnp.zeros((value.shape[1], dk, dv))
-    _, found = jax.lax.scan(step, state, (query, key, value, jax.nn.sigmoid(write), kept))
+    write = jax.nn.sigmoid(write) * (2 if part.allow_neg_eigval else 1)
+    _, found = jax.lax.scan(step, state, (query, key, value, write, kept))
     found = found / jnp.sqrt((found**2).mean(-1, keepdims=True) + part.norm.epsilon)
     found = found * w["norm"] * jax.nn.silu(z)
     return jnp.einsum("thv,hvd->td", found, w["out"])
@@ -72,6 +73,13 @@ LAYER = Layer(GatedDelta, PART, recurrence)
 def test_chunked_rule_equals_token_recurrence(chunk: int) -> None:
     layer = LAYER.with_part(chunk=chunk)
     layer.check_values_and_gradients(*layer.draw())
+
+
+def test_doubled_write_gates_equal_token_recurrence() -> None:
+    layer = LAYER.with_part(allow_neg_eigval=True)
+    params, x = layer.draw()
+    layer.check_values_and_gradients(params, x)
+    assert np.abs(layer.run(params, x)[0] - LAYER.run(params, x)[0]).max() > 0.01
 
 
 def separate(params: Params, part: gated_delta.GatedDelta = PART) -> Params:

@@ -23,6 +23,7 @@ from maxpipe.models.layers.mlp import MLP, ClampedSilu, ScaledInput
 from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.minimax_m2 import MinimaxM2Config
 from maxpipe.models.nemotron_h import NemotronHConfig
+from maxpipe.models.olmo_hybrid import OlmoHybridConfig
 from maxpipe.models.qwen3_5 import Qwen35Config
 from maxpipe.models.qwen3_5_moe import Qwen35MoeConfig
 from maxpipe.models.qwen3_moe import Qwen3MoeConfig
@@ -115,6 +116,14 @@ OWN: dict[str, Any] = {
         num_shared_experts=1,
         score_func="sigmoid",
         expert_bias=True,
+    ),
+    "olmo_hybrid": OlmoHybridConfig(
+        attention_layers=[2, 4],
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
+        linear_key_head_dim=5,
+        linear_value_head_dim=7,
+        gdn_chunk_size=4,
     ),
     "llama4": Llama4Config(
         num_experts=5,

@@ -134,6 +134,7 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("gemma2-27b", 27_227_128_320),
         ("phi3-mini", 3_821_079_552),
         ("phi4", 14_659_507_200),
+        ("olmo-hybrid-7b", 7_430_870_688),
         ("olmo2-1b", 1_484_916_736),
         ("olmo2-7b", 7_298_617_344),
         ("olmo2-13b", 13_716_198_400),

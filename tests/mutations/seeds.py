@@ -127,6 +127,7 @@ def _folders(root: Path) -> list[Seed]:
         "granite4": (maker.granite4(), 1),
         "nemotron-h": (maker.nemotron_h(), 2),
         "kimi-linear": (maker.kimi_linear(), 2),
+        "olmo-hybrid": (maker.olmo_hybrid(), 2),
         "gpt-oss": (maker.gpt_oss(), 2),
     }
     found = []

@@ -28,6 +28,7 @@ from maxpipe.models.moe import MoeConfig, RoutedConfig
 from maxpipe.models.nemotron_h import NemotronHConfig
 from maxpipe.models.olmo2 import Olmo2Config
 from maxpipe.models.olmo3 import Olmo3Config
+from maxpipe.models.olmo_hybrid import OlmoHybridConfig
 from maxpipe.models.phi3 import Phi3Config
 from maxpipe.models.qwen2 import Qwen2Config
 from maxpipe.models.qwen3 import Qwen3Config
@@ -222,6 +223,11 @@ NEXT = Qwen3NextConfig(**HYBRID_MOE)
 WIDE: dict[str, Any] = {"linear_key_head_dim": 8}
 QWEN3_5 = Qwen35Config(**HYBRID | WIDE)
 QWEN3_5_MOE = Qwen35MoeConfig(**HYBRID_MOE | WIDE)
+OLMO_HYBRID = OlmoHybridConfig(
+    attention_layers=[2, 5, 8],
+    rotary_positions=True,
+    **{name: value for name, value in (HYBRID | WIDE).items() if name != "rotary_dim"},
+)
 GLM = Glm4MoeConfig(
     num_experts=6,
     num_dense_layers=2,
@@ -447,6 +453,17 @@ CASES = [
     Case(
         2, 2, 3, own=KIMI, epsilon=0.01, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2
     ),
+    Case(4, 1, 7, own=OLMO_HYBRID, epsilon=0.1, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(
+        *(2, 2, 3),
+        own=OLMO_HYBRID,
+        epsilon=0.1,
+        layers=5,
+        schedule="zb_v",
+        remat="none",
+        fsdp=2,
+        tensor=2,
+    ),
 ]
 
 
@@ -518,6 +535,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": KIMI, "epsilon": 0.01},
     {"own": V4, "heads": (8, 1), "layers": 7, "epsilon": 1.0},
     {"own": V4_WARM_UP, "heads": (8, 1), "layers": 7},
+    {"own": OLMO_HYBRID, "epsilon": 0.1},
 )
 
 

@@ -22,7 +22,7 @@ from maxpipe.models.spec import (
 
 @dataclass(frozen=True)
 class GatedDelta(Recurrent):
-    """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next and Qwen3.5.
+    """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next, Qwen3.5 and OLMo Hybrid.
 
     Each value head has a state `S [dk, dv]`. A query reads from the state. A key corrects the state
     by the difference between v and the value stored for the key: `S = a S + b k (v - (a S)' k)'`,
@@ -47,6 +47,9 @@ class GatedDelta(Recurrent):
     """Number of tokens per chunk, a power of two."""
     fused: bool = True
     """Whether `qkvz` and `ba` are one matrix each, or consist of separate matrices."""
+    allow_neg_eigval: bool = False
+    """Whether write gates range from 0 to 2 instead of from 0 to 1, so that the transition matrix
+    of the state can have negative eigenvalues (arXiv:2411.12537)."""
 
     @property
     def group(self) -> int:
