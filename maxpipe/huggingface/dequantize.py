@@ -38,9 +38,7 @@ _CHUNK = 1 << 17
 
 
 class TensorReader(Protocol):
-    """Reader of tensors: a file, a tensor in parts, or a quantized tensor that is dequantized when it
-    is read.
-    """
+    """Reader of tensors: a file, a tensor in parts, or a quantized tensor that is dequantized."""
 
     @property
     def path(self) -> Path:

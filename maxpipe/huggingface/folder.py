@@ -434,7 +434,7 @@ def _join_parts(
     files: dict[str, TensorReader],
     names: dict[str, str],
 ) -> None:
-    """Replace the parts of each split tensor by the whole tensor, in both mappings.
+    """Replace the parts of each split tensor by the joined tensor, in both mappings.
 
     Tensors are unchanged if the parts in a layer are missing or have several dtypes. Later checks
     then compare each part with config.json.
