@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.safetensors import SafetensorsReader, SafetensorsWriter
+from maxpipe.huggingface.safetensors import JoinedReader, SafetensorsReader, SafetensorsWriter
 from tests.huggingface import maker
 
 TENSORS = {
@@ -30,6 +30,32 @@ def test_reader_reads_whole_tensors_and_row_ranges(tmp_path: Path) -> None:
     assert [*reader.entries] == [*TENSORS]
     maker.same_bits({name: reader.read(name) for name in TENSORS}, TENSORS)
     assert (reader.read("a", (2, 4)) == TENSORS["a"][2:4]).all()
+
+
+def test_joined_reader_concatenates_rows(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0).normal(size=(11, 3, 4)).astype(np.float32)
+    parts = {"a": drawn[:5], "b": drawn[5:6], "c": drawn[6:]}
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(maker.encoded(parts))
+    reader = JoinedReader("all", [(name, SafetensorsReader(path)) for name in parts])
+    assert reader.entries["all"].shape == drawn.shape
+    np.testing.assert_array_equal(reader.read("all"), drawn)
+    np.testing.assert_array_equal(reader.read("all", (4, 7)), drawn[4:7])
+    rows = drawn.reshape(33, 4)
+    np.testing.assert_array_equal(reader.read("all", (14, 19), (4,)), rows[14:19])
+    np.testing.assert_array_equal(reader.read("all", (4, 7), None, (1, 3)), drawn[4:7, :, 1:3])
+    lines = slice(0, None, 2)
+    np.testing.assert_array_equal(reader.read("all", (0, 9), lines=lines), drawn[:9, lines])
+
+
+@pytest.mark.parametrize(
+    "other", [np.ones((2, 4), np.float32), np.ones((2, 3), np.float16), np.ones((), np.float32)]
+)
+def test_joined_reader_rejects_different_parts(other: np.ndarray, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(maker.encoded({"a": np.ones((2, 3), np.float32), "b": other}))
+    with pytest.raises(ValueError, match="the parts of 'all' have different dtypes or shapes"):
+        JoinedReader("all", [(name, SafetensorsReader(path)) for name in "ab"])
 
 
 def test_writer_accepts_rows_in_any_order(tmp_path: Path) -> None:
