@@ -196,8 +196,8 @@ def _has_null_base(found: NormalizedConfig) -> bool:
     where_base = said if "rope_theta" in said else content
     if where_base.get("rope_theta", 0) is not None:
         return False
-    named = {name for name, value in said.items() if value not in (None, "default")}
-    found.unread.extend(f"{where}.{name}" for name in sorted(named))
+    named = sorted(name for name, value in said.items() if value not in (None, "default"))
+    found.unread += [f"{where}.{name}" for name in named]
     return True
 
 
@@ -478,15 +478,14 @@ def _read_vision(
 ) -> dict[str, Any]:
     """Return maxpipe's values for the vision tower of a composite model."""
     inner = content.get(_VISION_SECTION)
+    where, value = f"{path}: {_VISION_SECTION}", json.dumps(inner)[:200]
     if not isinstance(inner, dict):
         rule = f"must be an object: the config of the vision tower of {whole.architecture}."
-        raise ConfigError.one(
-            Code.HF_FOLDER, f"{path}: {_VISION_SECTION}", json.dumps(inner)[:200], rule, _COPY
-        )
+        raise ConfigError.one(Code.HF_FOLDER, where, value, rule, _COPY)
     if inner.get("model_type", vision.model_type) != vision.model_type:
         raise ConfigError.one(
             Code.HF_UNSUPPORTED,
-            f"{path}: {_VISION_SECTION}.model_type",
+            f"{where}.model_type",
             json.dumps(inner["model_type"])[:200],
             f"must be {vision.model_type!r} in a {whole.architecture}.",
             "Use a model whose vision tower has this type, or import the model without images.",

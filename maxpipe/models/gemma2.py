@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, rope_config
+from maxpipe.models import family, huggingface, layer_type_rows, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
@@ -89,7 +89,7 @@ _HUGGINGFACE = HuggingFace(
         huggingface.OrNone("attn_logit_softcapping", "gemma2.attn_logit_softcapping", 50.0),
         huggingface.OrNone("final_logit_softcapping", "gemma2.final_logit_softcapping", 30.0),
         rope_config.row("gemma2", 8192),
-        huggingface.LayerTypes((huggingface.WINDOWED, huggingface.FULL)),
+        layer_type_rows.LayerTypes((huggingface.WINDOWED, huggingface.FULL)),
         Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
         Kept("hidden_act"),
         Fixed("attention_bias", (False,), False),

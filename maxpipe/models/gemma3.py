@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import format_divisors
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface
+from maxpipe.models import family, huggingface, layer_type_rows
 from maxpipe.models.config import LARGEST, SMALLEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
@@ -266,7 +266,7 @@ _HUGGINGFACE = HuggingFace(
             tied=True,
         ),
         Key("sliding_window", "gemma3.sliding_window", 4096),
-        huggingface.Period(
+        layer_type_rows.Period(
             "gemma3.sliding_window_pattern",
             _LOCAL,
             6,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, moe_base
+from maxpipe.models import family, huggingface, layer_type_rows, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Rotary, Twice
@@ -103,7 +103,7 @@ _HUGGINGFACE = HuggingFace(
             select_type=lambda ours: "default" if ours["gpt_oss.rope_factor"] == 1 else "yarn",
             defaults=_ABSENT,
         ),
-        huggingface.LayerTypes((huggingface.WINDOWED, huggingface.FULL)),
+        layer_type_rows.LayerTypes((huggingface.WINDOWED, huggingface.FULL)),
         Kept("initial_context_length"),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (True,), True),

@@ -9,7 +9,8 @@ from maxpipe.errors import RuleViolation
 from maxpipe.models import family, huggingface, olmo2, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
-from maxpipe.models.huggingface import FULL, WINDOWED, Fixed, HuggingFace, Key, Period, Rotary
+from maxpipe.models.huggingface import FULL, WINDOWED, Fixed, HuggingFace, Key, Rotary
+from maxpipe.models.layer_type_rows import Period
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import family, huggingface, rope_config
+from maxpipe.models import family, huggingface, layer_type_rows, rope_config
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept
@@ -38,8 +38,8 @@ _HUGGINGFACE = HuggingFace(
     keys=(
         *huggingface.sizes(kv_heads=32, mlp=22016, vocab=151936),
         rope_config.row("qwen2", 32768),
-        huggingface.LayerTypes((huggingface.FULL,)),
-        huggingface.NoWindow(28),
+        layer_type_rows.LayerTypes((huggingface.FULL,)),
+        layer_type_rows.NoWindow(28),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, moe_base, rope_config
+from maxpipe.models import family, huggingface, layer_type_rows, moe_base, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
@@ -78,7 +78,7 @@ _HUGGINGFACE = HuggingFace(
         Key("mlp_only_layers", "qwen3_moe.dense_layers", []),
         Key("norm_topk_prob", "qwen3_moe.norm_topk_prob", False),
         rope_config.row("qwen3_moe", 32768),
-        huggingface.NoWindow(None),
+        layer_type_rows.NoWindow(None),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),

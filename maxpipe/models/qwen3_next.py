@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, gated_delta_config, huggingface, moe_base, partial_rope
+from maxpipe.models import (
+    family,
+    gated_delta_config,
+    huggingface,
+    layer_type_rows,
+    moe_base,
+    partial_rope,
+)
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.gated_delta_config import GatedDeltaConfig
@@ -176,7 +183,7 @@ def keys(section: str, ignored: tuple[str, ...] = ()) -> tuple[Row, ...]:
     `section` is the name of the family's config section. `ignored` is passed to `partial_rope`.
     """
     return (
-        huggingface.Period(
+        layer_type_rows.Period(
             f"{section}.full_attention_interval", "linear_attention", 4, "full_attention_interval"
         ),
         *gated_delta_config.rows(section),

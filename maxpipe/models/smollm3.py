@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from maxpipe.errors import RuleViolation
-from maxpipe.models import family, huggingface, rope_config, rotary_layers
+from maxpipe.models import family, huggingface, layer_type_rows, rope_config, rotary_layers
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept
@@ -47,8 +47,8 @@ _HUGGINGFACE = HuggingFace(
         ),
         rotary_layers.RotaryLayers("smollm3.no_rope_layer_interval"),
         rope_config.row("smollm3", 32768, 2e6),
-        huggingface.LayerTypes((huggingface.FULL,)),
-        huggingface.NoWindow(None),
+        layer_type_rows.LayerTypes((huggingface.FULL,)),
+        layer_type_rows.NoWindow(None),
         Kept("sliding_window"),
         Kept("max_window_layers"),
         Fixed("hidden_act", ("silu",), "silu"),

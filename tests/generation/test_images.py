@@ -56,7 +56,7 @@ def greedy(decoder: Decoder, params: Any, prompt: Prompt) -> list[int]:
 
 
 @pytest.mark.parametrize("axes", [{}, {"ici_fsdp": 2, "ici_tensor": 2}])
-def test_images_in_prompts(axes: dict[str, int]) -> None:
+def test_images_in_prompts(axes: dict[str, Any]) -> None:
     config = dataclasses.replace(case_of().model, num_layers=3)
     mesh_config = MeshConfig(**axes)  # type: ignore[arg-type]
     count = 1

@@ -90,7 +90,8 @@ def process(job: dict[str, Any]) -> None:
         add_special_tokens=False,
     )
     names = ("input_ids", "pixel_values", "token_type_ids")
-    np.savez(job["processed"], **{name: np.asarray(found[name]) for name in names})
+    arrays: dict[str, Any] = {name: np.asarray(found[name]) for name in names}
+    np.savez(job["processed"], **arrays)
 
 
 def main() -> None:

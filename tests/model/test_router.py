@@ -108,7 +108,7 @@ def test_table_selects_the_experts_of_hashed_layers() -> None:
     x, router = generator.normal(size=(2, 9, 7)), generator.normal(size=(7, EXPERTS))
     ids = np.asarray(table)[generator.integers(0, 30, (2, 9))]
     arrays = [jnp.asarray(each, jnp.float32) for each in (x, router)]
-    found = route_tokens(*arrays, part, expert_ids=jnp.asarray(ids))
+    found = route_tokens(arrays[0], arrays[1], part, expert_ids=jnp.asarray(ids))
     scores = np.sqrt(np.log1p(np.exp(x @ router)))
     weights = np.take_along_axis(scores, ids, -1)
     weights /= weights.sum(-1, keepdims=True)

@@ -169,8 +169,11 @@ def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]
     parts = [
         part for kind in describe(config.model).layer_types.values() for part in kind.parts.values()
     ]
-    kinds = Attention | LatentAttention | CompressedAttention
-    mixing = [part for part in parts if isinstance(part, kinds)]
+    mixing = [
+        part
+        for part in parts
+        if isinstance(part, Attention | LatentAttention | CompressedAttention)
+    ]
     options = {option for part in mixing for option in part.unsupported}
     for option in sorted(options):
         own = {field.name for field in fields(FAMILIES[config.model.family].section)}
@@ -524,8 +527,8 @@ def _scaled_blocks_fit(config: Config) -> Iterator[RuleViolation]:
                 text = f"dim {logical} of {name} ({size})"
                 yield _incomplete_blocks(text, shards, block)
                 return
-    kinds = LatentAttention | CompressedAttention
-    latent = (part for part in layer_parts(config) if isinstance(part, kinds))
+    parts = layer_parts(config)
+    latent = (part for part in parts if isinstance(part, LatentAttention | CompressedAttention))
     for part in latent if model.matmul_parts == "all" else ():
         for name, size in part.quantized_dims.items():
             if size % block:
