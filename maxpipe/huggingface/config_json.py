@@ -193,8 +193,7 @@ def _has_null_base(found: NormalizedConfig) -> bool:
     content = found.content
     where = "rope_scaling" if an_object(content, "rope_scaling") else "rope_parameters"
     said = an_object(content, where)
-    where_base = said if "rope_theta" in said else content
-    if where_base.get("rope_theta", 0) is not None:
+    if (said if "rope_theta" in said else content).get("rope_theta", 0) is not None:
         return False
     named = sorted(name for name, value in said.items() if value not in (None, "default"))
     found.unread += [f"{where}.{name}" for name in named]
@@ -255,17 +254,14 @@ def _rope_of_layer_type(
 def _flat_scaling(
     row: Rotary, flat: Theirs, scaling: Theirs, said: dict[str, Any], *, nested: bool
 ) -> Theirs:
-    """Return the parameters outside the entries of layer types, for a class that reads them
-    (`Rotary.reads_flat`). Entries of layer types are complete. `rope_scaling` replaces them.
-    """
+    """Return the parameters outside the entries of layer types, if `Rotary.reads_flat` is set."""
     if nested and not scaling:
         said.setdefault(_SHARE, 1.0)
         return {}
     said.clear()
     said["rope_type"] = "default"
     outside = _drop_nulls(scaling or flat)
-    kind = outside.pop("type", None)
-    kind = outside.pop("rope_type", kind)
+    kind = outside.pop("rope_type", outside.pop("type", None))
     if kind is None or not row.scalings.keys() - {"default"}:
         return {}
     outside.pop("rope_theta", None)
