@@ -148,5 +148,5 @@ def test_attention_entropy_includes_later_tokens_of_an_image() -> None:
     recorder.record_attention(heads, heads, mask)
     # Equal scores give the logarithm of the number of visible tokens.
     visible = [1, 2, 5, 5, 5, 6, 7, 8]
-    found = float(recorder.statistics["attention_entropy"])
+    found = float(np.asarray(recorder.statistics["attention_entropy"]))
     assert found == pytest.approx(np.log(visible).sum(), rel=1e-5)
