@@ -113,7 +113,9 @@ def test_table_selects_the_experts_of_hashed_layers() -> None:
     weights = np.take_along_axis(scores, ids, -1)
     weights /= weights.sum(-1, keepdims=True)
     assert (found.expert_ids == ids).all()
-    np.testing.assert_allclose(np.take_along_axis(found.weights, ids, -1), weights, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.take_along_axis(np.asarray(found.weights), ids, -1), weights, rtol=1e-5
+    )
     np.testing.assert_allclose(found.weights.sum(-1), 1.0, rtol=1e-5)
 
     def slopes(read: Any) -> Any:
