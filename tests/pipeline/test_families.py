@@ -453,11 +453,11 @@ CASES = [
     Case(
         2, 2, 3, own=KIMI, epsilon=0.01, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2
     ),
-    Case(4, 1, 7, own=OLMO_HYBRID, epsilon=0.1, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(4, 1, 7, own=OLMO_HYBRID, epsilon=1.0, layers=9, schedule="zb_h1", remat="names", data=2),
     Case(
         *(2, 2, 3),
         own=OLMO_HYBRID,
-        epsilon=0.1,
+        epsilon=1.0,
         layers=5,
         schedule="zb_v",
         remat="none",
@@ -535,7 +535,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": KIMI, "epsilon": 0.01},
     {"own": V4, "heads": (8, 1), "layers": 7, "epsilon": 1.0},
     {"own": V4_WARM_UP, "heads": (8, 1), "layers": 7},
-    {"own": OLMO_HYBRID, "epsilon": 0.1},
+    {"own": OLMO_HYBRID, "epsilon": 1.0},
 )
 
 
