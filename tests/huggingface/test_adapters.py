@@ -224,7 +224,7 @@ ORACLE_CASES = [
     ("granite4", "lora", ["*.mamba.out", "*.attention.query"]),
     ("nemotron_h", "lora", ["*.experts.*", "*.attention.out", "*.mlp.*"]),
     ("kimi_linear", "lora", ["*.kda.*", "*.experts.*", "*.attention.*"]),
-    ("olmo_hybrid", "lora", ["*.delta.*", "*.attention.*", "*.mlp.*"]),
+    ("olmo_hybrid", "lora", ["*.delta.[gkoqv]*", "*.attention.*", "*.mlp.*"]),
     ("deepseek_v2", "lora", ["*"]),
     ("deepseek_v3", "lora", ["*.experts.down", "*.shared_gate"]),
     ("gpt_oss", "lora", ["*.experts.*", "*.query"]),
