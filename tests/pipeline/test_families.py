@@ -373,7 +373,7 @@ CASES = [
         tensor=2,
         remat="names",
         schedule="zb_v",
-        epsilon=1.0,
+        epsilon=0.1,
     ),
     Case(
         *(4, 1, 5),
@@ -383,7 +383,7 @@ CASES = [
         schedule="zb_h1",
         remat="none",
         expert=2,
-        epsilon=1.0,
+        epsilon=0.1,
     ),
     Case(2, 1, 3, own=V4_WARM_UP, heads=(8, 1), layers=5, schedule="zb_h1", data=2),
     Case(
@@ -394,7 +394,7 @@ CASES = [
         outside=2,
         remat="chunk",
         idle="compute",
-        epsilon=1.0,
+        epsilon=0.1,
     ),
     Case(
         *(2, 1, 3),
@@ -404,7 +404,7 @@ CASES = [
         tensor=2,
         split="sequence",
         dropout=0.3,
-        epsilon=1.0,
+        epsilon=0.1,
     ),
     *(
         replace(case, own=own, attention="blockwise")
@@ -533,7 +533,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": WARM_UP},
     {"own": GLM5},
     {"own": KIMI, "epsilon": 0.01},
-    {"own": V4, "heads": (8, 1), "layers": 7, "epsilon": 1.0},
+    {"own": V4, "heads": (8, 1), "layers": 7, "epsilon": 0.1},
     {"own": V4_WARM_UP, "heads": (8, 1), "layers": 7},
     {"own": OLMO_HYBRID, "epsilon": 1.0},
 )
