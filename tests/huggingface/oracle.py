@@ -222,13 +222,13 @@ def loss(model: Any, documents: list[list[int]]) -> Any:
 
 
 def train(job: dict[str, Any], steps: list[list[list[int]]]) -> None:
-    """Train with AdamW on the mean token loss of each step; vectors and position biases have no
-    weight decay.
+    """Train with AdamW on the mean token loss of each step. Vectors, position biases and decay
+    rates have no weight decay.
     """
     model = loaded(job).train()
     groups: dict[bool, list[Any]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
-        decays = parameter.ndim > 1 and not name.endswith("position_bias")
+        decays = parameter.ndim > 1 and not name.endswith(("position_bias", "A_log"))
         groups[decays].append(parameter)
     optimizer = torch.optim.AdamW(
         [

@@ -101,8 +101,8 @@ STAGED = ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]
 LAYOUTS = {"one": [], "staged": [*STAGED, "mesh.axis_rules.latent=[]"]}  # latent sizes are odd
 OPTIM = {"learning_rate": 1e-3, "weight_decay": 0.1, "epsilon": 1e-8}
 BETAS = (0.9, 0.95)
-# A few gradients of this class are as small as their rounding errors, which Adam would amplify.
-EPSILONS = {"Qwen3_5MoeForCausalLM": 1e-5}
+# A few gradients of these classes are as small as their rounding errors, which Adam would amplify.
+EPSILONS = {"Qwen3_5MoeForCausalLM": 1e-5, "KimiLinearForCausalLM": 1e-5}
 LENGTHS = (19, 5, 23, 2, 11, 13, 7, 17, 24, 3, 20, 9)
 """Document lengths; some sequences hold two documents, and most end with padding."""
 
