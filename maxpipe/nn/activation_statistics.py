@@ -167,7 +167,8 @@ class ActivationRecorder:
         positions = local_positions(query.shape[1])
 
         def sampled(query: Array, key: Array, ids: tuple[Any, ...], sinks: Any) -> Any:
-            return _attention_statistics(query, key, *ids, sinks, mask)
+            segments, positions, left = ids
+            return _attention_statistics(query, key, segments, positions, left, sinks, mask)
 
         run = auto_sharded(sampled, PartitionSpec())
         ids = (mask.segments, positions, mask.image_tokens_left)
