@@ -57,7 +57,8 @@ class ModelConfig:
     """Dropout rate applied to the output of each residual branch during training."""
     attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
     """Attention implementation. `xla` and `blockwise` run on every platform; `blockwise` never
-    stores all attention scores at once. `cudnn` runs on NVIDIA GPUs. `splash` runs on TPUs and
+    stores all attention scores at once. In sparse attention, `blockwise` reads only the keys that
+    some token of a block selects, and `xla` computes all scores. `cudnn` runs on NVIDIA GPUs. `splash` runs on TPUs and
     requires sequence lengths that are multiples of 128. `auto` selects the best supported
     implementation for the device, the model and the sequence length. The selected implementation is
     printed at the start of a run."""
@@ -74,7 +75,8 @@ class ModelConfig:
     not support experts. Every shard of a contracted dim must be a multiple of 32 with `mxfp8`, and
     of 16 with `nvfp4`. The following always use `model.compute_dtype`: the embedding, the router,
     the output heads, the score and value matmuls of attention, recurrent layers, and the
-    projections to latents."""
+    projections to latents; in sparse attention with `model.attention=blockwise`, also the
+    projections from latents to keys and values."""
     matmul_parts: Literal["all", "mlp"] = "all"
     """Projections quantized by `model.matmul`: all of them, or only the projections of MLPs and
     experts (`mlp`). For attention projections, quantizing the inputs costs about as much time as
