@@ -196,14 +196,16 @@ class TextGenerator:
         return encode(prompts)
 
     def _with_images(self, conversations: Sequence[Any]) -> Tokenizer:
-        """Return the tokenizer for conversations that can have images.
+        """Return the tokenizer, which adds image tokens if conversations have images.
 
         Raises:
             ConfigError: a conversation has images, but the model has no vision tower.
         """
         count = max((len(each.images) for each in conversations), default=0)
+        if not count:
+            return self.tokenizer
         image = model_image_format(self._model.model_config, count)
-        if count and image is None:
+        if image is None:
             rule = "must be a model with a vision tower, because a prompt has images."
             action = "Leave out the images, or import the model with `maxpipe import --images`."
             raise ConfigError.one(Code.MODEL_IMAGES, self._where("image"), None, rule, action)

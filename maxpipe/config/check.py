@@ -74,7 +74,8 @@ def check_training(
     if {"alerts.command", "alerts.allow_code"}.isdisjoint(skip):
         problems += _problems(check_alert_permission(config), config, origins)
     problems += _check_adapter_base(config, origins, skip)
-    problems += _check_vision_tower(config, origins)
+    if not any(key.startswith("model.") for key in skip):
+        problems += _check_vision_tower(config, origins)
     if {"train.steps", "train.tokens"}.isdisjoint(skip):
         problems += find_missing_length(config, origins)
     return problems + _check_vocabulary(config, origins, skip)

@@ -176,9 +176,10 @@ def decode_image(raw: bytes, size: int, which: str = "image") -> np.ndarray:
     except BadImage:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_large(str(error).split(",")[0], which) from error
+        raise _too_large("the header states more", which) from error
     except Exception as error:  # Pillow raises various types for damaged files
         text = " ".join(str(error).split())[:200].rstrip(".")
+        text = text.partition(" <_io.BytesIO")[0]  # the file is named at the start of the message
         rule = f"must be a complete image in one of the formats {', '.join(_FORMATS)}: {text}."
         raise BadImage(which, rule, _ACTION) from error
 

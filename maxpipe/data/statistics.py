@@ -412,7 +412,7 @@ def measure_encoded(
         ids, mask = encoded.ids.astype(np.int64), encoded.trained
         text = tokenizer.decode(ids.tolist())
         return DocumentStatistics(
-            digest=digest_of(ids.tobytes()),
+            digest=digest_of(ids.tobytes() + encoded.image_digest),
             tokens=len(ids),
             trained=len(ids) if mask is None else int(mask.sum()),
             num_bytes=int(widths[ids].sum()),

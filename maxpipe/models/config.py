@@ -58,10 +58,10 @@ class ModelConfig:
     attention: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = "auto"
     """Attention implementation. `xla` and `blockwise` run on every platform; `blockwise` never
     stores all attention scores at once. In sparse attention, `blockwise` reads only the keys that
-    some token of a block selects, and `xla` computes all scores. `cudnn` runs on NVIDIA GPUs. `splash` runs on TPUs and
-    requires sequence lengths that are multiples of 128. `auto` selects the best supported
-    implementation for the device, the model and the sequence length. The selected implementation is
-    printed at the start of a run."""
+    some token of a block selects, and `xla` computes all scores. `cudnn` runs on NVIDIA GPUs.
+    `splash` runs on TPUs and requires sequence lengths that are multiples of 128. `auto` selects
+    the best supported implementation for the device, the model and the sequence length. The
+    selected implementation is printed at the start of a run."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of activations and of the weights used in matmuls."""
     matmul: Literal["default", "int8", "fp8", "mxfp8", "nvfp4"] = "default"

@@ -112,14 +112,18 @@ def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:
 
 
 def layer_indices(config: ModelConfig, key: str, indices: Sequence[int]) -> Iterator[RuleViolation]:
-    """Yield a violation if a list in the family's section contains an index that is not a layer."""
+    """Yield a violation if a list in the family's section contains an index that is not a layer,
+    or an index twice.
+    """
     count, name = config.num_layers, f"model.{config.family}.{key}"
-    if wrong := [layer for layer in indices if not 0 <= layer < count]:
-        valid = [layer for layer in indices if layer not in wrong]
+    wrong = [layer for layer in indices if not 0 <= layer < count or indices.count(layer) > 1]
+    if wrong:
+        valid = sorted({layer for layer in indices if 0 <= layer < count}) or [count - 1]
         yield RuleViolation(
             Code.MODEL_SIZES,
             name,
-            f"must contain layer indices from 0 to {count - 1}, but contains {wrong[0]}.",
+            f"must contain layer indices from 0 to {count - 1}, each once, but contains "
+            f"{','.join(map(str, wrong[:3]))}.",
             f"Set {name}=[{','.join(map(str, valid))}].",
         )
 

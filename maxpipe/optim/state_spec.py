@@ -15,7 +15,7 @@ from maxpipe.models.spec import Dims, Normal, Param
 
 EMA = "average"
 """Name of the tree that stores the EMA of the parameters; updates do not use the EMA."""
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
+BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
 
 
 class StateArray(NamedTuple):

@@ -45,6 +45,7 @@ class Model:
         numbers: Sequence[int],
         size: DecodeShape,
         refill: Any = None,
+        images: Sequence[Any] = (),
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         (end,) = {*self.tokenizer.end_ids} - {self.tokenizer.end_id}
         rows = []

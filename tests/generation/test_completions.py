@@ -47,6 +47,7 @@ class Script:
         numbers: Sequence[int],
         size: DecodeShape,
         refill: Refill | None = None,
+        images: Sequence[Any] = (),
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         assert refill is None
         self.sizes.append(size)

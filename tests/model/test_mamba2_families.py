@@ -78,7 +78,10 @@ def test_cost_of_mamba_layer_does_not_depend_on_length() -> None:
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
-        ("attention_layers=[5,40]", "must contain layer indices from 0 to 39, but contains 40."),
+        (
+            "attention_layers=[5,40]",
+            "must contain layer indices from 0 to 39, each once, but contains 40.",
+        ),
         ("attention_layers=[5,40]", "Set model.granite4.attention_layers=[5]."),
         ("mamba_num_groups=9", "must divide model.granite4.mamba_num_heads (48)."),
         ("mamba_num_groups=9", "Set model.granite4.mamba_num_groups=3."),

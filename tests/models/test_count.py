@@ -19,8 +19,10 @@ from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Scores
 from maxpipe.nn.decoder import Decoder
+from maxpipe.optim.state_spec import BYTES
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
+from tests.config.test_training_checks import LARGE
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 RULES = AxisRules.from_config(MeshConfig())
@@ -310,3 +312,13 @@ def test_mtp_layers_count_only_active_experts() -> None:
     ]
     layers = describe(config).layers.count("experts")
     assert unused[1] * layers == unused[0] * (layers + 2)
+
+
+def test_forecasts_know_size_of_every_fixed_dtype() -> None:
+    """Parameters can have a fixed dtype, such as tables of integers."""
+    configs = (load([name, "train.steps=1"]).config for name in LARGE)
+    models = {config.model.family: describe(config.model) for config in configs}
+    for family, model in models.items():
+        params = [*model.ends.params.values()]
+        params += [param for kind in model.layer_types.values() for param in kind.params.values()]
+        assert {param.own_dtype or "float32" for param in params} <= {*BYTES}, family
