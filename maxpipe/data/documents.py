@@ -119,7 +119,7 @@ class DocumentIndex:
     days: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
     """str: the current date that the chat template renders, if any."""
     images: np.ndarray | None = None
-    """int64 [documents]: number of images of each conversation; None if there are no images."""
+    """int64 [documents]: number of images of each conversation, or None without images."""
 
     @property
     def day(self) -> str:

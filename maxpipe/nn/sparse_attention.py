@@ -389,7 +389,8 @@ def _index_scores(
 
 def _ordered_bits(x: Float[Array, "*dims"]) -> UInt32[Array, "*dims"]:
     """Return integers with the order of the float32 numbers `x`. Zeros of both signs are equal."""
-    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)
+    # XLA simplifies `x + 0.0` to `x`, which would keep the sign of a zero.
+    bits = lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 

@@ -20,6 +20,7 @@ from maxpipe.nn.attention.interface import Mask
 from maxpipe.nn.indexer import IndexArrays, largest_entries, select_keys
 from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.module import LayerContext
+from maxpipe.nn.sparse_attention import largest_keys
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
 D, ROPE, REST, VALUE, RANK, Q_RANK = 18, 4, 6, 10, 7, 11
@@ -256,7 +257,8 @@ def test_decoding_with_index_cache_equals_full_forward(stage: Any) -> None:
     assert_close(jnp.concatenate(parts, axis=1), whole)
 
 
-def test_lower_positions_win_ties() -> None:
+@pytest.mark.parametrize("select", [largest_entries, largest_keys])
+def test_lower_positions_win_ties(select: Any) -> None:
     scores = jnp.asarray(
         [
             [2.0, 1.0, 1.0, 3.0, 1.0, 1.0],
@@ -264,7 +266,7 @@ def test_lower_positions_win_ties() -> None:
             [-jnp.inf, 5.0, -jnp.inf, 5.0, 5.0, 5.0],
         ]
     )
-    found = jax.jit(largest_entries, static_argnums=1)(scores, 3)
+    found = jax.jit(select, static_argnums=1)(scores[None], 3)[0]
     assert found.astype(int).tolist() == [
         [1, 1, 0, 1, 0, 0],
         [1, 1, 1, 0, 0, 0],

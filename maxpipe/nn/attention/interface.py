@@ -66,7 +66,7 @@ class Mask:
     """Keys that each query token can attend to. If None, it can attend to all keys."""
     image_tokens_left: Int[Array, "B T"] | None = None
     """Number of tokens of an image from each of its query tokens to its last token, or 0 for text.
-    A query token attends to all tokens of its image. If None, there are no images."""
+    A query token attends to all tokens of its image. None without images."""
     image_tokens: int = 0
     """Number of tokens of an image, which limits `image_tokens_left`."""
 
