@@ -109,7 +109,7 @@ class QuantizedReader:
     @property
     def is_finite(self) -> bool:
         """Whether all codes, multiplied by the largest accepted scale, are finite in the dtype."""
-        return self.quantization.encoding is MXFP4 and self.quantization.dtype != "F16"
+        return self.quantization.is_float4 and self.quantization.dtype != "F16"
 
     def read(
         self,
@@ -163,8 +163,8 @@ class QuantizedReader:
         encoding = self.quantization.encoding
         width = self.quantization.block[1] or self.shape[-1]
         has_full_blocks = not (first_column % width or target.shape[1] % width)
-        if encoding is MXFP4 and target.dtype == ml_dtypes.bfloat16 and has_full_blocks:
-            _look_up_mxfp4(target, codes, scales)
+        if self.quantization.is_float4 and target.dtype == ml_dtypes.bfloat16 and has_full_blocks:
+            _look_up_float4(target, codes, scales)
             return
         values = np.take(encoding.values, codes, axis=0, mode="clip").reshape(len(codes), -1)
         values = values[:, skipped : skipped + target.shape[1]]
@@ -172,7 +172,7 @@ class QuantizedReader:
         types = [DTYPES[self.quantization.dtype]]
         if encoding.rounds_to_scale_dtype:
             types.insert(0, DTYPES[self.scales.entry.dtype])
-        _round(target, values, types, is_exact=encoding is MXFP4)
+        _round(target, values, types, is_exact=self.quantization.is_float4)
 
     def _read_codes(
         self, lines: tuple[int, int], columns: tuple[int, int]
@@ -223,11 +223,11 @@ class QuantizedReader:
         return index - first, scales
 
 
-_ITEM_BYTES = {"F8_E4M3": 1, "U8": 1, "I32": 4}
+_ITEM_BYTES = {"F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4}
 
 
-def _look_up_mxfp4(target: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
-    """Dequantize lines of complete MXFP4 blocks to bfloat16.
+def _look_up_float4(target: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
+    """Dequantize lines of complete blocks of float4 codes to bfloat16.
 
     Every pair of values is looked up by its scale and its byte of codes, which is faster than
     arithmetic in float32.
@@ -236,11 +236,11 @@ def _look_up_mxfp4(target: np.ndarray, codes: np.ndarray, scales: np.ndarray) ->
     exponents = (scales.view(np.uint32) >> 15 & 0xFF00).astype(np.uint16)
     blocks = codes.reshape(*scales.shape, -1)
     index = np.bitwise_or(blocks, exponents[..., None], dtype=np.uint16).reshape(codes.shape)
-    np.take(_mxfp4_pairs(), index, out=target.view(np.uint32), mode="clip")
+    np.take(_float4_pairs(), index, out=target.view(np.uint32), mode="clip")
 
 
 @functools.cache
-def _mxfp4_pairs() -> np.ndarray:
+def _float4_pairs() -> np.ndarray:
     """Return pairs of bfloat16 values as 32-bit words, indexed by 256 * scale + byte of codes."""
     scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -330,34 +330,44 @@ def dequantized(
     Raises:
         ConfigError: codes or scales are missing, or their dtypes or shapes do not match the format.
     """
-    present = {
-        name: reader
-        for name, reader in present.items()
-        if not name.endswith(quantization.encoding.activation_scales)
-    }
+    readers: dict[str, TensorReader] = {}
+    plain = dict(present)
+    for each in (*quantization.others, quantization):
+        endings = each.encoding.activation_scales
+        plain = {name: reader for name, reader in plain.items() if not name.endswith(endings)}
+        more, used = _quantized_readers(folder, plain, each)
+        readers |= more
+        plain = {name: reader for name, reader in plain.items() if name not in used}
+    for name, reader in plain.items():
+        if name in readers:
+            rule = f"must not be present in addition to {name}{quantization.encoding.codes}."
+            where = f"{reader.path}: {name}"
+            raise ConfigError.one(Code.HF_QUANTIZED, where, None, rule, _COPY_WEIGHTS)
+    return readers | plain
+
+
+def _quantized_readers(
+    folder: Path, present: Mapping[str, SafetensorsReader], quantization: Quantization
+) -> tuple[dict[str, TensorReader], set[str]]:
+    """Return the reader of each tensor in one format, and the names of all codes and scales."""
     readers: dict[str, TensorReader] = {}
     used = set[str]()
+    encoding = quantization.encoding
     for name, codes in _quantized(folder, present, quantization):
         if (module := _excluded(name, quantization)) is not None:
             rule = f"must not be quantized, because {KEY} in config.json excludes {module!r}."
             raise ConfigError.one(
                 Code.HF_QUANTIZED, codes.where, codes.entry.dtype, rule, _USE_CONFIG
             )
-        encoding = quantization.encoding
         _check_dtype(codes, (encoding.code_dtype,), quantization)
         shape = _shape(name, codes, present, quantization)
-        scales = _stored(folder, present, name, encoding.scales, f"the scales of {name}")
+        scales = _stored(folder, present, name, encoding.scales, f"the scales of {codes.name}")
         _check_dtype(scales, encoding.scale_dtypes, quantization)
         _check_scale_shape(scales, shape, quantization)
-        readers[name] = QuantizedReader(quantization, name, shape, codes, scales)
         used |= {codes.name, scales.name, name + encoding.shape if encoding.shape else codes.name}
-    plain = {name: reader for name, reader in present.items() if name not in used}
-    for name in plain:
-        if name in readers:
-            rule = f"must not be present in addition to {name}{quantization.encoding.codes}."
-            where = f"{plain[name].path}: {name}"
-            raise ConfigError.one(Code.HF_QUANTIZED, where, None, rule, _COPY_WEIGHTS)
-    return readers | plain
+        weight = name + encoding.weight
+        readers[weight] = QuantizedReader(quantization, weight, shape, codes, scales)
+    return readers, used
 
 
 def _quantized(
@@ -367,7 +377,12 @@ def _quantized(
     encoding = quantization.encoding
     names = dict[str, None]()
     for name, reader in present.items():
-        if name.endswith(encoding.scales):
+        if encoding.weight:
+            # Plain matrices and other formats have the same names.
+            has_dtype = reader.entries[name].dtype == encoding.code_dtype
+            if name.endswith(encoding.codes) and has_dtype and f"{name}_scale_inv" not in present:
+                names[name.removesuffix(encoding.codes)] = None
+        elif name.endswith(encoding.scales):
             names[name.removesuffix(encoding.scales)] = None
         elif encoding.codes:
             if name.endswith(encoding.codes):
@@ -441,7 +456,7 @@ def _shape(
     if len(shape) < 2 or 0 in shape:
         raise refuse("must be a matrix.")
     if not encoding.shape:
-        return shape
+        return (*shape[:-1], 2 * shape[-1]) if quantization.is_float4 else shape
     stored = _stored(
         codes.reader.path.parent, present, name, encoding.shape, f"the shape of {name}"
     )

@@ -376,7 +376,7 @@ def open_folder(
     present: Mapping[str, TensorReader] = files_of
     if said.quantization is not None:
         present = dequantized(path, files_of, said.quantization)
-    known = {name: tensor_layouts.canonical(name) for name in present}
+    known = {name: said.table.table_name(tensor_layouts.canonical(name)) for name in present}
     said, lacking = _without_mtp(said, known.values())
     names: dict[str, str] = {}
     others: list[str] = []

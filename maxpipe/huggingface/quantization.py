@@ -1,11 +1,14 @@
 """Formats of quantized weights in Hugging Face folders, as `quantization_config` declares them.
 
 Each format stores a weight matrix as codes and scales. All entries of a block of the matrix share a
-scale. `maxpipe.huggingface.dequantize` reads the tensors.
+scale. A folder can have matrices of several formats. `maxpipe.huggingface.dequantize` reads the
+tensors.
 
 | `quant_method` | codes | scales |
 |---|---|---|
 | `fp8` | `NAME`, float8 (e4m3) | `NAME_scale_inv`, usually one per 128 x 128 block |
+| `fp8`, `deepseek_v4` | `NAME.weight`, float8 (e4m3) | `NAME.scale`, one per 128 x 128 block |
+| `fp8`, `expert_dtype: fp4` | `NAME.weight`, float4 (e2m1) | `NAME.scale`, one per 32 inputs |
 | `mxfp4` | `NAME_blocks`, float4 (e2m1) | `NAME_scales`, a power of two per 32 inputs |
 | `compressed-tensors`, `pack-quantized` | `NAME_packed`, int4 | `NAME_scale`, one per group |
 | `compressed-tensors`, `float-quantized` | `NAME`, float8 (e4m3) | `NAME_scale` |
@@ -17,7 +20,7 @@ https://github.com/vllm-project/compressed-tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -32,6 +35,7 @@ _COPY = "Copy config.json again from the model's source."
 _UNQUANTIZED = "Use a folder with unquantized weights."
 
 FP8_BLOCK = (128, 128)
+FP4_BLOCK = 32
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -59,6 +63,8 @@ class Encoding:
     scale_dtypes: tuple[str, ...]
     values: np.ndarray = field(compare=False)
     """Values that each byte encodes, with shape `[256]` or `[256, 2]`."""
+    weight: str = ""
+    """Suffix of the dequantized tensor."""
     shape: str = ""
     """Suffix of the tensor that stores the shape of the weight matrix, if any."""
     rounds_to_scale_dtype: bool = False
@@ -74,15 +80,18 @@ _BLOCK_FP8 = Encoding(
     activation_scales=(".activation_scale", "_activation_scale"),
 )
 _COMPRESSED_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
+_DEEPSEEK_FP8 = Encoding(
+    *("FP8", ".weight", "F8_E4M3", ".scale", (*_FLOATS, "F8_E8M0"), _FP8_VALUES), weight=".weight"
+)
 _FLOAT_FP8 = Encoding(
     *("FP8", "", "F8_E4M3", "_scale", _FLOATS, _FP8_VALUES),
     rounds_to_scale_dtype=True,
     activation_scales=_COMPRESSED_ACTIVATIONS,
 )
-MXFP4 = Encoding(
-    "MXFP4",
-    *("_blocks", "U8", "_scales", ("U8", "F8_E8M0")),
-    _pairs((*_E2M1, *(-value for value in _E2M1))),
+_E2M1_PAIRS = _pairs((*_E2M1, *(-value for value in _E2M1)))
+MXFP4 = Encoding("MXFP4", "_blocks", "U8", "_scales", ("U8", "F8_E8M0"), _E2M1_PAIRS)
+_DEEPSEEK_FP4 = Encoding(
+    *("FP4", ".weight", "I8", ".scale", ("F8_E8M0",), _E2M1_PAIRS), weight=".weight"
 )
 _INT4 = Encoding(
     "int4",
@@ -106,6 +115,13 @@ class Quantization:
     """Dtype of the dequantized weights, as named in safetensors files."""
     excluded_modules: frozenset[str] = frozenset()
     """Names of modules that are declared to be unquantized."""
+    others: tuple[Quantization, ...] = ()
+    """Formats of other tensors in the folder."""
+
+    @property
+    def is_float4(self) -> bool:
+        """Return whether codes are float4 numbers and scales are powers of two."""
+        return self.encoding.values is _E2M1_PAIRS
 
     @property
     def is_transposed(self) -> bool:
@@ -144,7 +160,27 @@ def parse_quantization(content: Theirs, dtype: Any) -> Quantization | None:
     names = {"float32": "F32", "float16": "F16"}
     target = names.get(dtype, "BF16") if isinstance(dtype, str) else "BF16"
     encoding, block, excluded = _PARSERS[method](said)
-    return Quantization(method, encoding, block, target, excluded)
+    whole = Quantization(method, encoding, block, target, excluded)
+    if encoding is _BLOCK_FP8:
+        return _with_deepseek_formats(whole, content, said)
+    return whole
+
+
+def _with_deepseek_formats(
+    quantization: Quantization, content: Theirs, said: Theirs
+) -> Quantization:
+    """Add the formats of DeepSeek-V4, which transformers renames while it reads a folder."""
+    is_v4 = content.get("model_type") == "deepseek_v4"
+    inside = said if not is_v4 or said.get("expert_dtype") is not None else content
+    supported = (None, "fp8", "fp4") if is_v4 else (None, "fp8")
+    where = KEY if inside is said else ""
+    _check_values(inside, where, {"expert_dtype": supported}, _TRANSFORMERS_FP8)
+    if not is_v4:
+        return quantization
+    others = [replace(quantization, encoding=_DEEPSEEK_FP8)]
+    if inside.get("expert_dtype") == "fp4":
+        others.append(replace(quantization, encoding=_DEEPSEEK_FP4, block=(1, FP4_BLOCK)))
+    return replace(quantization, others=tuple(others))
 
 
 _Parsed = tuple[Encoding, tuple[int, int], frozenset[str]]
@@ -166,7 +202,6 @@ def _parse_fp8(said: Theirs) -> _Parsed:
 _FP8_VALUES_OF_KEYS: Mapping[str, tuple[Any, ...]] = {
     "fmt": (None, "e4m3"),
     "scale_fmt": (None, "float", "ue8m0"),
-    "expert_dtype": (None, "fp8"),
 }
 
 
@@ -235,7 +270,7 @@ def _check_values(
         if not any(value == each and type(value) is type(each) for each in values):
             allowed = " or ".join("null" if each is None else repr(each) for each in values)
             rule = f"must be {allowed}: other values are not supported."
-            raise UnsupportedError(f"{where}.{key}", value, rule, action)
+            raise UnsupportedError(f"{where}.{key}" if where else key, value, rule, action)
 
 
 def _block(size: Any, where: str) -> tuple[int, int]:

@@ -43,7 +43,7 @@ INTEGERS: Mapping[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(n
 
 _STORED: Mapping[str, np.dtype] = {
     **DTYPES,
-    **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), np.dtype(np.uint8)),
+    **dict.fromkeys(("U8", "I8", "F8_E4M3", "F8_E8M0"), np.dtype(np.uint8)),
     **INTEGERS,
 }
 """Dtypes in which tensors are read. Codes of 8-bit floats are read as bytes."""

@@ -334,5 +334,11 @@ HUGGINGFACE = HuggingFace(
     tensors=_TENSORS,
     unused=("*.rotary_emb.inv_freq", "mtp.*", "model.mtp.*"),
     duplicate_keys=(huggingface.Twice("num_local_experts", "n_routed_experts"),),
+    # Published folders have the first names, and transformers saves the second ones.
+    other_names=(
+        ("embed.weight", "model.embed_tokens.weight"),
+        (".attn.kv_norm.weight", ".attn.norm.weight"),
+        *((f"hc_head_{part}", f"model.hc_head.hc_{part}") for part in ("fn", "base", "scale")),
+    ),
 )
 """The class of transformers that is equivalent to the family."""

@@ -378,6 +378,9 @@ class HuggingFace:
     PEFT reads this declaration (`is_transposed`) and not the computation."""
     modules_without_peft: tuple[str, ...] = ()
     """Names of modules to which PEFT does not apply adapters."""
+    other_names: tuple[tuple[str, str], ...] = ()
+    """(other name, name in `tensors`) pairs for tensors that some folders name differently. Names
+    that start with a dot are the last parts of names."""
     modules: tuple[tuple[str, str], ...] = ()
     """Parts of tensor names in published checkpoints, and the corresponding parts of the names in
     the transformers class, where both differ."""
@@ -386,6 +389,13 @@ class HuggingFace:
         """Return the `config.json` keys that the tables handle."""
         named = (name for row in self.keys for name in row.names)
         return frozenset(named) | {pair.other for pair in self.duplicate_keys}
+
+    def table_name(self, tensor: str) -> str:
+        """Return the name in `tensors` of a tensor with one of `other_names`."""
+        for other, name in self.other_names:
+            if tensor == other or (other.startswith(".") and tensor.endswith(other)):
+                return tensor.removesuffix(other) + name
+        return tensor
 
     def module_name(self, tensor: str) -> str:
         """Return the name in the transformers class of a tensor in a published checkpoint."""

@@ -55,6 +55,8 @@ class Case(NamedTuple):
     config: dict[str, Any]
     is_quantized: Callable[[str], bool]
     draw: Callable[[str, tuple[int, ...]], tuple[maker.Tensors, np.ndarray]]
+    file_name: Callable[[str], str] = str
+    """Returns the name in the quantized folder of a tensor."""
 
 
 def _is_linear(name: str) -> bool:
@@ -97,6 +99,27 @@ def powers(name: str, shape: tuple[int, ...]) -> tuple[maker.Tensors, np.ndarray
     return tensors, values.astype(BF16)
 
 
+def deepseek_v4(name: str, shape: tuple[int, ...]) -> tuple[maker.Tensors, np.ndarray]:
+    """Return float4 codes of experts or FP8 codes of other matrices, and the matrix."""
+    stem = name.removesuffix(".weight")
+    if ".experts." not in name:
+        tensors, values = powers(name, shape)
+        return {name: tensors[name], f"{stem}.scale": tensors[f"{name}_scale_inv"]}, values
+    draw, (rows, columns) = _random(name), shape
+    codes = draw.integers(0, 16, (rows, columns), np.uint8)
+    scales = draw.integers(116, 124, (rows, columns // 32), np.uint8)
+    values = np.array(E2M1)[codes] * np.repeat(2.0 ** (scales.astype(float) - 127), 32, axis=1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(np.int8)
+    scales = scales.view(ml_dtypes.float8_e8m0fnu)
+    return {name: packed, f"{stem}.scale": scales}, values.astype(BF16)
+
+
+def deepseek_v4_file_name(name: str) -> str:
+    """Return the published name of a tensor of DeepSeek-V4."""
+    name = name.removeprefix("model.").replace("embed_tokens", "embed")
+    return name.replace("hc_head.hc_", "hc_head_").replace(".attn.norm.", ".attn.kv_norm.")
+
+
 def mxfp4(name: str, shape: tuple[int, ...]) -> tuple[maker.Tensors, np.ndarray]:
     """Return 4-bit codes in blocks of 32 inputs, and the dequantized experts `[E, in, out]`."""
     draw, (experts, inputs, outputs) = _random(name), shape
@@ -129,6 +152,11 @@ def _is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+_DEEPSEEK_V4_LINEAR = (
+    *("attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "indexer.wq_b"),
+    *("w1", "w2", "w3"),
+)
+
 CASES: dict[str, Case] = {
     "deepseek": Case(
         {**DEEPSEEK, "quantization_config": {**FP8, "weight_block_size": [128, 128]}},
@@ -146,6 +174,25 @@ CASES: dict[str, Case] = {
         },
         _is_linear,
         powers,
+    ),
+    "deepseek v4": Case(
+        {
+            **{"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", **SIZES},
+            **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1},
+            **{"head_dim": 36, "qk_rope_head_dim": 10, "q_lora_rank": 130, "o_groups": 2},
+            **{"o_lora_rank": 66, "compress_ratios": [0, 4, 128, 0], "num_hash_layers": 1},
+            **{"n_routed_experts": 3, "num_experts_per_tok": 2, "hidden_size": 160},
+            **{"moe_intermediate_size": 96, "index_n_heads": 2, "index_head_dim": 12},
+            **{"index_topk": 2, "hc_mult": 2, "expert_dtype": "fp4"},
+            "quantization_config": {
+                **FP8,
+                "weight_block_size": [128, 128],
+                "scale_fmt": "ue8m0",
+            },
+        },
+        lambda name: any(f".{part}." in name for part in _DEEPSEEK_V4_LINEAR),
+        deepseek_v4,
+        deepseek_v4_file_name,
     ),
     "qwen3": Case(
         {
@@ -237,12 +284,16 @@ def write(base: Path, name: str, **changes: Any) -> Folders:
     for tensor, shape in map_tensors(describe(said.config), said.table).tensors.items():
         if case.is_quantized(tensor):
             more, plain[tensor] = case.draw(tensor, shape)
-            tensors |= more
+            tensors |= {case.file_name(each): array for each, array in more.items()}
+        elif tensor.endswith("tid2eid"):
+            values = np.arange(shape[0])[:, None] + np.arange(shape[1])
+            plain[tensor] = values % full["n_routed_experts"]
+            tensors[case.file_name(tensor)] = plain[tensor]
         else:
             scale = 1.0 if "norm" in tensor else 0.1
             values = _random(tensor).normal(scale=scale, size=shape)
             plain[tensor] = values.astype(np.float32 if "e_score" in tensor else BF16)
-            tensors[tensor] = plain[tensor]
+            tensors[case.file_name(tensor)] = plain[tensor]
     copies = {
         "embed_tokens.weight": "model.embed_tokens.weight",
         "shared_head.head.weight": "lm_head.weight",

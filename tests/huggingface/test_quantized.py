@@ -277,6 +277,7 @@ Change = Callable[[maker.Tensors, dict[str, Any]], object]
 Q = "model.layers.0.self_attn.o_proj.weight"
 E = "model.layers.1.mlp.experts.2.up_proj.weight"
 G = "model.layers.1.mlp.experts.gate_up_proj"
+V4 = "layers.1.ffn.experts.2.w1"
 
 
 def _with_scale(name: str, value: float) -> Change:
@@ -458,6 +459,38 @@ BAD: dict[str, tuple[str, Change, Code, str, str]] = {
         _in_config(quant_method="mxfp4"),
         *(Code.HF_TENSORS, "_scale_inv", "quantization_config in config.json does not describe"),
     ),
+    "V4 without scales": (
+        "deepseek v4",
+        _without(f"{V4}.scale"),
+        *(Code.HF_QUANTIZED, f"lacks the tensor '{V4}.scale'", f"the scales of {V4}.weight"),
+    ),
+    "V4 scale dtype": (
+        "deepseek v4",
+        _as(f"{V4}.scale", lambda x: x.astype(np.float32)),
+        *(Code.HF_QUANTIZED, f"{V4}.scale = F32", "must have dtype F8_E8M0 in FP4 weights"),
+    ),
+    "V4 scale shape": (
+        "deepseek v4",
+        _as(f"{V4}.scale", lambda x: x[:, :-1]),
+        *(Code.HF_QUANTIZED, f"{V4}.scale", "must have the shape 96 x 5"),
+    ),
+    "V4 codes of 8 bits": (
+        "deepseek v4",
+        lambda tensors, config: config.pop("expert_dtype"),
+        *(Code.HF_TENSORS, "layers.0.ffn.experts.0.w1.scale", "config.json does not describe"),
+    ),
+    "V4 expert dtype": (
+        "deepseek v4",
+        lambda tensors, config: config.update(expert_dtype="int4"),
+        *(Code.HF_UNSUPPORTED, 'expert_dtype = "int4"', "must be null or 'fp8' or 'fp4'"),
+    ),
+    "V4 embedding with two names": (
+        "deepseek v4",
+        lambda tensors, config: tensors.update(
+            {"model.embed_tokens.weight": tensors["embed.weight"]}
+        ),
+        *(Code.HF_TENSORS, "'model.embed_tokens.weight'", "which are the same tensor"),
+    ),
     "no declaration": (
         "deepseek",
         lambda tensors, config: config.pop("quantization_config"),
@@ -580,7 +613,7 @@ def test_weights_are_dequantized_to_the_dtype_in_config_json(folders, tmp_path: 
 
 def test_all_mxfp4_codes_and_scales_equal_products() -> None:
     """Codes of 4 bits are multiplied by powers of two, from the smallest to the largest scale."""
-    pairs = dequantize._mxfp4_pairs().view(np.uint16).reshape(256, 256, 2)
+    pairs = dequantize._float4_pairs().view(np.uint16).reshape(256, 256, 2)
     bytes_of_codes = np.arange(256)[:, None] >> np.array([0, 4]) & 15
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[bytes_of_codes & 7]
     values = np.where(bytes_of_codes & 8, -magnitudes, magnitudes)
