@@ -57,6 +57,10 @@ def tensors(job: dict[str, Any]) -> None:
             num_bits=8, type="float", strategy="block", block_structure=job["block"]
         )
         found["compressed-tensors"] = dequantize(codes, scales.float(), args=args).bfloat16()
+    elif job["kind"] == "fp4":
+        codes, scales = stored["x.experts.weight"], stored["x.experts.scale"]
+        converter = finegrained_fp8.Fp8Dequantize(None)
+        found["transformers"] = converter._dequantize_one(codes, scales, torch.bfloat16)
     elif job["kind"] == "mxfp4":
         found["transformers"] = convert_moe_packed_tensors(stored["x_blocks"], stored["x_scales"])
     else:

@@ -34,6 +34,7 @@ SHAPES = ((128, 128), (256, 384), (1, 1), (127, 129), (129, 127), (300, 5), (576
 TENSORS: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
     *(("fp8", shape, {"dtype": dtype}) for shape in SHAPES for dtype in (np.float32, BF16)),
     ("fp8", (100, 70), {"block": (32, 64)}),
+    *(("fp4", (rows, 32 * count), {}) for rows, count in ((1, 1), (5, 2), (7, 9))),
     *(("mxfp4", (experts, 32 * count, 5), {}) for experts, count in ((1, 1), (3, 2), (2, 7))),
     *(
         ("pack-quantized", (7, 32 * count), {"group": 32, "dtype": dtype})
@@ -53,6 +54,9 @@ def _made(
         block = [*more.get("block", (128, 128))]
         tensors, _ = quantized.fp8("x", shape, **more)
         return tensors, {**quantized.FP8, "weight_block_size": block}, {"block": block}
+    if kind == "fp4":
+        tensors, _ = quantized.deepseek_v4("x.experts.weight", shape)
+        return tensors, {**quantized.FP8, "expert_dtype": "fp4"}, {}
     if kind == "mxfp4":
         return quantized.mxfp4("x", shape)[0], {"quant_method": "mxfp4"}, {}
     if kind == "pack-quantized":
@@ -75,11 +79,13 @@ def test_tensors_are_dequantized_bit_for_bit(tmp_path: Path) -> None:
         out = str(tmp_path / f"{number}-out.safetensors")
         jobs.append({"action": "tensors", "kind": kind, "file": str(file), "out": out, **job})
         reader = SafetensorsReader(file)
-        quantization = parse_quantization({"quantization_config": config}, "bfloat16")
+        family = {"model_type": "deepseek_v4"} if kind == "fp4" else {}
+        quantization = parse_quantization({"quantization_config": config, **family}, "bfloat16")
         assert quantization is not None
         readers = dequantized(tmp_path, dict.fromkeys(reader.entries, reader), quantization)
-        assert [*readers] == ["x"]
-        values = readers["x"].read("x")
+        ((name, tensor),) = readers.items()
+        assert name == ("x.experts.weight" if kind == "fp4" else "x")
+        values = tensor.read(name)
         found.append(values.swapaxes(1, 2) if kind == "mxfp4" else values)
     oracle_answers("quantized_oracle.py", jobs, tmp_path)
     for number, values in enumerate(found):
