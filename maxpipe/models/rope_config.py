@@ -136,6 +136,13 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
             f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 to use the values "
             "from the paper.",
         )
+    if own.rope_factor != 1 and not getattr(own, "rotary_positions", True):
+        yield RuleViolation(
+            Code.CFG_IGNORED,
+            f"{section}.rope_factor",
+            f"requires {section}.rotary_positions=true.",
+            f"Set {section}.rope_factor=1, or {section}.rotary_positions=true.",
+        )
     if own.rope_type == "longrope":
         yield from factor_rules(
             section, own.rope_short_factor, own.rope_long_factor, config.head_dim, True

@@ -86,6 +86,10 @@ def test_files_merge_within_family_section(tmp_path: Path) -> None:
         (["tiny-moe", "train.steps=1", f"model.moe.num_dense_layers={10**15}"], "less than model."),
         ([*GEMMA, "model.gemma3.sliding_window=x"], "must be an integer."),
         (
+            ["granite4-h-micro", "train.steps=1", "model.granite4.rope_factor=2"],
+            "requires model.granite4.rotary_positions=true.",
+        ),
+        (
             [*GEMMA, "pipeline.saved_names=[gat]"],
             "nor a preset (matmuls, attention, mlp).",
         ),
