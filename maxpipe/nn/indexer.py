@@ -15,13 +15,15 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.count import query_blocks
 from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
+_GROUP = 128
+"""Number of entries that a matmul counts."""
 
 Block = tuple[int, int, int]
 """Start and stop of a block of query tokens, and the number of keys that they can attend to."""
@@ -78,7 +80,22 @@ def largest_entries(scores: Float[Array, "*rows S"], count: int) -> Bool[Array, 
     threshold = lax.top_k(scores, count)[0][..., -1:]
     larger, equal = scores > threshold, scores == threshold
     free = count - larger.sum(-1, keepdims=True, dtype=jnp.int32)
-    return larger | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= free))
+    return larger | (equal & (running_count(equal) <= free))
+
+
+def running_count(x: Bool[Array, "*rows S"]) -> Int[Array, "*rows S"]:
+    """Return the number of true entries among the first entries of each row, including the entry.
+
+    Matmuls count in groups of entries. TPUs compile and run them faster than long cumulative sums.
+    """
+    *rows, size = x.shape
+    padded = jnp.pad(x, [*[(0, 0)] * len(rows), (0, -size % _GROUP)])
+    groups = padded.reshape(*rows, -1, _GROUP).astype(jnp.float32)
+    # Zeros and ones, and the sums of a group, are exact in every precision of matmuls.
+    within = jnp.einsum("...i,ij->...j", groups, jnp.tri(_GROUP, dtype=jnp.float32).T)
+    totals = within[..., -1]
+    counts = within + (jnp.cumsum(totals, axis=-1) - totals)[..., None]
+    return counts.reshape(*rows, -1)[..., :size].astype(jnp.int32)
 
 
 def indexer_loss(

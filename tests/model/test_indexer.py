@@ -17,7 +17,7 @@ from maxpipe.models.layers.latent_attention import LatentAttention as LatentAtte
 from maxpipe.nn import indexer as indexer_module
 from maxpipe.nn import sparse_attention
 from maxpipe.nn.attention.interface import Mask
-from maxpipe.nn.indexer import IndexArrays, largest_entries, select_keys
+from maxpipe.nn.indexer import IndexArrays, largest_entries, running_count, select_keys
 from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.module import LayerContext
 from maxpipe.nn.sparse_attention import largest_keys
@@ -272,6 +272,14 @@ def test_lower_positions_win_ties(select: Any) -> None:
         [1, 1, 1, 0, 0, 0],
         [0, 1, 0, 1, 1, 0],
     ]
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000])
+def test_running_count_equals_cumulative_sum(size: int) -> None:
+    entries = np.random.default_rng(size).random((2, 3, size)) < 0.7
+    found = running_count(jnp.asarray(entries))
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, entries.cumsum(axis=-1))
 
 
 @pytest.mark.parametrize("by_blocks", [False, True])
