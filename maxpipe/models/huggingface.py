@@ -321,6 +321,10 @@ class Tensor:
     the name has no `{layer}`, these are the rows of all layers."""
 
 
+WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
+"""Values of the `model` section without multi-token prediction heads."""
+
+
 @dataclass(frozen=True)
 class VisionTable:
     """Conversion tables of the vision tower in a composite model."""
@@ -331,6 +335,9 @@ class VisionTable:
     outer_keys: tuple[Row, ...]
     """Rows for the other keys of the composite model."""
     tensors: tuple[Tensor, ...]
+    is_nested: bool = False
+    """Whether published tensor names begin with `model.language_model` and `model.visual`, instead
+    of `language_model` and `vision_tower`."""
 
 
 @dataclass(frozen=True)
