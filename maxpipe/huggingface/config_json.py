@@ -328,9 +328,7 @@ def _drop_unread(
     Raises:
         UnsupportedError: a partial rotary factor is set, but the RoPE type does not support one.
     """
-    rows = (
-        (*row.scalings.get(kind, ()), *row.top_level_keys.get(kind, ())) if _is_name(kind) else ()
-    )
+    rows = row.rows(kind) if _is_name(kind) else ()
     if _is_name(kind) and kind != "default" and kind not in row.scalings:
         return  # a later check rejects this RoPE type
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}

@@ -132,7 +132,7 @@ def table_rows(
     lists rotary parameters that do not affect the logits, and `more` are rows for others.
     """
     size, scaling = f"{family}.rotary_dim", f"{family}.rope_factor"
-    inner = (_Share(size, share, nested=True), *map(Kept, ignored), *more)
+    inner = (_Share(size, share, nested=True), *map(Kept, ignored))
     original = "original_max_position_embeddings"
     yarn = (Key("factor", scaling), Key(original, f"{family}.{original}"), *huggingface.YARN)
     return (
@@ -142,6 +142,7 @@ def table_rows(
             theta,
             {"default": (*inner, Only(scaling, 1.0)), "yarn": (*inner, *yarn)},
             unscaled={},
+            always=more,
             select_type=lambda ours: "default" if ours[scaling] == 1 else "yarn",
         ),
     )

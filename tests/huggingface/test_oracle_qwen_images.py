@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from maxpipe.checkpoint.address import parse_address
 from maxpipe.config.image_format import PatchFormat
@@ -20,8 +21,12 @@ from maxpipe.huggingface.folder import HuggingFaceFolder, open_folder
 from maxpipe.huggingface.import_ import import_folder
 from maxpipe.models.param_names import unflatten
 from maxpipe.nn.decoder import Decoder, cross_entropy
+from maxpipe.nn.vision_layers import normalize_image
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
+from tests.data.conversations import QWEN_TOKENS, QWEN_VL, make_tokenizer
+from tests.data.test_image_grids import LEAST, MOST, PATCH, open_records
+from tests.data.test_images import make_png
 from tests.huggingface.test_oracle import PYTHON, oracle_answers, reason
 
 pytestmark = pytest.mark.oracle
@@ -204,3 +209,47 @@ def test_import_without_images_is_the_text_model(job: dict[str, Any]) -> None:
     assert not any(name.startswith("vision.") for name in source.mapping.shapes)
     assert source.description.config.own.num_vision_layers == 0
     assert all("visual." in name for name in source.unused_tensors)
+
+
+def test_records_equal_the_processor_of_transformers(tmp_path: Path) -> None:
+    if why := reason():
+        pytest.skip(f"no transformers in {PYTHON}: {why}")
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", QWEN_VL, QWEN_TOKENS)
+    random = np.random.default_rng(0)
+    shapes = {"wide.png": (31, 17, 3), "tall.jpg": (9, 44, 3), "clear.png": (20, 20, 4)}
+    for name, shape in shapes.items():
+        Image.fromarray(random.integers(0, 256, shape, np.uint8)).save(tmp_path / name)
+    (tmp_path / "small.gif").write_bytes(make_png(size=(5, 3)))
+    names = [*shapes, "small.gif"]
+    question = [{"type": "text", "text": "Look: "}]
+    question += [{"type": "image", "path": name} for name in names]
+    question += [{"type": "text", "text": " what is it?"}]
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "Noise."},
+    ]
+    job = {
+        "tokenizer": str(tokenizer),
+        "size": {"shortest_edge": LEAST, "longest_edge": MOST},
+        "patch_size": PATCH,
+        "merge_size": 2,
+        "files": [str(tmp_path / name) for name in names],
+        "messages": messages,
+        "processed": str(tmp_path / "processed.npz"),
+    }
+    oracle_answers("qwen_images_oracle.py", [job], tmp_path)
+    datasets = open_records(tokenizer, tmp_path, [{"messages": messages}], images=4)
+    row = datasets.train.sequences[0]
+    wanted = np.load(tmp_path / "processed.npz")
+    ids = wanted["input_ids"][0]
+    np.testing.assert_array_equal(row["tokens"][: len(ids)], ids[: len(row["tokens"])])
+    is_image = wanted["mm_token_type_ids"][0] == 1
+    np.testing.assert_array_equal(row["image_tokens_left"][: len(ids)] > 0, is_image)
+    grids = wanted["image_grid_thw"][:, 1:]
+    np.testing.assert_array_equal(row["image_grids"], grids)
+    counts = grids.prod(1)
+    used = [patches[:count] for patches, count in zip(row["images"], counts, strict=True)]
+    mine = normalize_image(jnp.asarray(np.concatenate(used))).transpose(0, 3, 1, 2)
+    theirs = wanted["pixel_values"].reshape(len(mine), 3, 2, PATCH, PATCH)
+    for frame in range(2):
+        np.testing.assert_allclose(mine, theirs[:, :, frame], rtol=0, atol=1e-6)
