@@ -118,7 +118,8 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if len(sections) != 3 or min(sections) < 0:
         rule = "must contain three numbers: pairs of dims for temporal, vertical and horizontal "
         rule += "positions."
-        action = f"Set {section}.mrope_section=[11,11,10]."
+        default = ",".join(map(str, type(own)().mrope_section))
+        action = f"Set {section}.mrope_section=[{default}]."
         yield RuleViolation(code, f"{section}.mrope_section", rule, action)
     if (tower := vision_tower(config)) is None:
         return

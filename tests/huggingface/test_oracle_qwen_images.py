@@ -79,6 +79,18 @@ CONFIGS = {
         "vision_config": VISION,
         **IDS,
     },
+    "Qwen3VLForConditionalGeneration": {
+        "text_config": TEXT
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "mrope_section": [3, 3, 2],
+            }
+        },
+        "vision_config": VISION | {"deepstack_visual_indexes": [0, 2]},
+        **IDS,
+    },
 }
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxpipe.models.qwen3 import Qwen3Config
 from maxpipe.models.qwen3_5 import Qwen35Config
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
@@ -36,6 +37,7 @@ QWEN3_5 = Qwen35Config(
     mrope_section=[1, 1, 0],
     **TOWER,
 )
+QWEN3_VL = Qwen3Config(deepstack_visual_indexes=[0, 1], mrope_section=[1, 1, 0], **TOWER)
 WITH_IMAGES = Case(own=QWEN3_5, images=2, length=24, tied=True, epsilon=1e-2, layers=4)
 FROZEN_TOWER = ("vision.patches.*", "vision.positions", "vision.layers.*")
 
@@ -50,6 +52,9 @@ CASES = [
     case_of(stages=2, microbatches=2, outside=1, fsdp=2, schedule="1f1b"),
     case_of(stages=2, microbatches=2, fsdp=2, frozen=FROZEN_TOWER, remat="chunk"),
     case_of(stages=2, microbatches=2, fsdp=2, schedule="zb_h1"),
+    case_of(own=QWEN3_VL, stages=4, microbatches=4, tensor=2, schedule="zb_h1"),
+    case_of(own=QWEN3_VL, stages=2, microbatches=2, outside=1, fsdp=2, schedule="1f1b"),
+    case_of(own=QWEN3_VL, stages=2, repeats=2, microbatches=2, frozen=FROZEN_TOWER),
 ]
 
 
