@@ -79,6 +79,18 @@ CONFIGS = {
         "vision_config": VISION,
         **IDS,
     },
+    "Qwen3_5MoeForConditionalGeneration": {
+        "text_config": TEXT
+        | HYBRID
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 8,
+        },
+        "vision_config": VISION,
+        **IDS,
+    },
     "Qwen3VLForConditionalGeneration": {
         "text_config": TEXT
         | {
