@@ -200,9 +200,10 @@ def decode_image(raw: bytes, size: int | PatchFormat, which: str = "image") -> n
             _check_header(image, which)
             image.load()
             turned = ImageOps.exif_transpose(image)
-            shape, filter_ = (size, size), Image.Resampling.BILINEAR
             if isinstance(size, PatchFormat):
                 shape, filter_ = _shape_in_patches(turned, size, which), Image.Resampling.BICUBIC
+            else:
+                shape, filter_ = (size, size), Image.Resampling.BILINEAR
             return np.asarray(_to_rgb(turned).resize(shape, filter_), np.uint8)
     except BadImage:
         raise

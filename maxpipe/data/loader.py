@@ -219,7 +219,8 @@ class Loader:
         """Return the arrays of a sequence, with unused images set to 0, if batches have images."""
         if (image := self.images) is None:
             return example
-        arrays = {IMAGES: np.zeros((image.max_images, *image.shape), np.uint8)}
+        arrays: dict[str, np.ndarray] = {}
+        arrays[IMAGES] = np.zeros((image.max_images, *image.shape), np.uint8)
         if image.patches is not None:
             arrays[IMAGE_GRIDS] = np.zeros((image.max_images, 2), np.int32)
         for name, array in arrays.items():

@@ -495,7 +495,7 @@ def _read_vision(
     named = replace(table, architecture=whole.architecture)
     ours = _read(path, replace(named, keys=vision.keys), inner, text)
     ours |= _read(path, replace(named, keys=vision.outer_keys), content)
-    return ours | WITHOUT_MTP
+    return {**ours, **WITHOUT_MTP}
 
 
 def _check_inner_type(path: Path, whole: Whole, kind: Any) -> None:
