@@ -110,12 +110,12 @@ class QwenVisionTower:
 
     def _merger(self, normed: tuple[int, str]) -> dict[tuple[str, ...], Param]:
         """Return the parameters of a merger, whose norm has the dim `normed`."""
-        merged = (self.merged_width, "vision")
+        merged, contracted = (self.merged_width, "vision"), (self.merged_width, "embed")
         return {
             **_norm("norm", normed),
-            ("up",): Param((merged, merged), Normal(self.merged_width)),
+            ("up",): Param((contracted, merged), Normal(self.merged_width)),
             ("up_bias",): _bias((merged,)),
-            ("down",): Param((merged, (self.d_model, "norm")), Normal(self.merged_width)),
+            ("down",): Param((contracted, (self.d_model, "norm")), Normal(self.merged_width)),
             ("down_bias",): _bias(((self.d_model, "norm"),)),
         }
 
