@@ -11,12 +11,15 @@ import jax
 import numpy as np
 import pytest
 
+from maxpipe.config.image_format import model_image_format
 from maxpipe.config.rules import axis_size
 from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.config.sections.pipeline import PipelineConfig
 from maxpipe.config.sections.train import TrainConfig
+from maxpipe.data.image_grids import rotary_positions
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.layers.mlp import LayerNorm
+from maxpipe.models.qwen_vision import QwenVisionConfig
 from maxpipe.models.registry import FAMILIES
 from maxpipe.models.spec import Branch, Model, Part
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig
@@ -322,6 +325,8 @@ def _images_of(rows: int, random: Any, case: Case, ids: Any, cut: Any) -> dict[s
 
     Sequences have from 0 to `case.images` images.
     """
+    if isinstance(case.own, QwenVisionConfig):
+        return _patches_of(rows, random, case, ids, cut)
     own, tokens = case.own, case.tokens
     size, shape = own.tokens_per_image, (rows, case.images, *(own.image_size,) * 2, 3)
     left = np.zeros((rows, tokens + 1), np.int32)
@@ -335,6 +340,40 @@ def _images_of(rows: int, random: Any, case: Case, ids: Any, cut: Any) -> dict[s
         cut[row] = min(cut[row, 0], tokens - count * (size + 1) - 1)
     ids[left > 0] = own.image_token_id
     return {"images": images, "image_tokens_left": left[:, :-1]}
+
+
+def _patches_of(rows: int, random: Any, case: Case, ids: Any, cut: Any) -> dict[str, np.ndarray]:
+    """Return images of different sizes, as `_images_of` returns images of one size."""
+    own, tokens = case.own, case.tokens
+    image = model_image_format(case.model, case.images)
+    assert image is not None and image.patches is not None
+    side = own.spatial_merge_size
+    left = np.zeros((rows, tokens + 1), np.int32)
+    images = random.integers(0, 256, (rows, case.images, *image.shape), np.uint8)
+    grids = np.zeros((rows, case.images, 2), np.int32)
+    rotary = np.zeros((rows, tokens + 1, 3), np.int32)
+    for row in range(rows):
+        end = tokens
+        for number in reversed(range(row % (case.images + 1))):
+            columns = random.integers(1, image.num_tokens + 1)
+            height = random.integers(1, image.num_tokens // columns + 1)
+            grids[row, number] = side * height, side * columns
+            size = height * columns
+            left[row, end - size - 1 : end - 1] = np.arange(size, 0, -1)
+            images[row, number, size * side**2 :] = 0
+            end -= size + 1
+        images[row, row % (case.images + 1) :] = 0
+        start = cut[row] = min(cut[row, 0], end - 1)
+        used = grids[row, : row % (case.images + 1)]
+        rotary[row, :start] = np.arange(start)[:, None]
+        rotary[row, start:] = rotary_positions(left[row, start:], used, image.patches)
+    ids[left > 0] = own.image_token_id
+    return {
+        "images": images,
+        "image_grids": grids,
+        "image_tokens_left": left[:, :-1],
+        "rotary_positions": rotary[:, :-1],
+    }
 
 
 def buffer_bytes(steps: Steps) -> dict[str, int]:

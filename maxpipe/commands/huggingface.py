@@ -215,7 +215,7 @@ def _add_import(commands: Commands) -> None:
     incoming.add_argument(
         "--images",
         action="store_true",
-        help="also import the vision tower of a Gemma 3 model, to train and generate with images",
+        help="also import the vision tower of the model, to train and generate with images",
     )
     incoming.add_argument(
         "--upcycle",

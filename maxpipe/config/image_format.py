@@ -9,19 +9,47 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.registry import describe
 
 
+class PatchFormat(NamedTuple):
+    """Sizes of images that are stored as patches, because they have different sizes."""
+
+    patch_size: int
+    """Height and width of a patch in pixels."""
+    merge_size: int
+    """Height and width in patches of the square that becomes one token."""
+    min_pixels: int
+    max_pixels: int
+    video_token_id: int
+
+
 class ImageFormat(NamedTuple):
     """Sizes and token IDs of images in batches."""
 
     size: int
-    """Height and width in pixels."""
+    """Height and width in pixels. 0 if images have different sizes."""
     num_tokens: int
-    """Number of tokens per image, without the tokens before and after these tokens."""
+    """Maximum number of tokens per image, without the tokens before and after these tokens. All
+    images of the same size have this number."""
     token_id: int
     """Token ID of the positions whose embeddings are replaced."""
     begin_id: int
     end_id: int
     max_images: int
     """Maximum number of images per sequence."""
+    patches: PatchFormat | None = None
+    """Sizes of patches, or None if all images have the same size."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of an image in a batch."""
+        if (patches := self.patches) is None:
+            return (self.size, self.size, 3)
+        count = self.num_tokens * patches.merge_size**2
+        return (count, patches.patch_size, patches.patch_size, 3)
+
+    def fingerprint(self) -> list[int]:
+        """Return the values that determine the tokens and the pixels of a document."""
+        ids = (self.token_id, self.begin_id, self.end_id)
+        return [self.size, self.num_tokens, *ids, *(self.patches or ())]
 
 
 def image_format(config: Config) -> ImageFormat | None:
@@ -34,11 +62,16 @@ def model_image_format(model: ModelConfig, max_images: int) -> ImageFormat | Non
     tower = describe(model).ends.vision
     if not max_images or tower is None:
         return None
+    patches = None
+    if tower.has_grids:
+        sizes = (tower.patch_size, tower.merge_size, tower.min_pixels, tower.max_pixels)
+        patches = PatchFormat(*sizes, tower.video_token_id)
     return ImageFormat(
-        tower.image_size,
+        0 if patches else tower.image_size,
         tower.tokens_per_image,
         tower.image_token_id,
         tower.image_begin_token_id,
         tower.image_end_token_id,
         max_images,
+        patches,
     )

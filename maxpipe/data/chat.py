@@ -320,9 +320,12 @@ class ConversationEncoder:
                 rule = f"must have messages that can be written as JSON: {error}."
                 raise BadRecord("", rule, "Remove values that JSON cannot represent.") from error
         text, spans = rendered.text, rendered.spans
-        if image is not None and count:
-            special = self.tokenizer.special_tokens
-            text, spans = expand_image_tokens(text, spans, count, image, special)
+        decoded = None
+        if image is not None:
+            if count:
+                decoded = decode_images(conversation.images, folder, image)
+            counts, special = decoded.num_tokens if decoded else [], self.tokenizer.special_tokens
+            text, spans = expand_image_tokens(text, spans, counts, image, special)
         ids, offsets = self.tokenizer.encode_chat_offsets(text)
         if not len(ids):
             rule = f"must not be empty when rendered: {self.template.path} renders no text."
@@ -331,15 +334,16 @@ class ConversationEncoder:
         unread = (*conversation.unread, *rendered.unread)
         trained = _mask_of_spans(offsets, spans)
         document = EncodedDocument(ids, trained, marks=marks, unread=unread)
-        if image is None or not count:
+        if image is None or decoded is None:
             return document
-        left = image_tokens_left(ids, image, count)
-        decoded = decode_images(conversation.images, folder, image.size)
+        left = image_tokens_left(ids, image, decoded.num_tokens)
         return replace(
             document,
             trained=trained & (left == 0),
             images=decoded.pixels,
             image_tokens_left=left,
+            image_grids=decoded.grids,
+            rotary_positions=decoded.rotary_positions(left, image),
             image_digest=decoded.digest,
         )
 
@@ -380,7 +384,7 @@ class ConversationEncoder:
         if config.chat == "prompt":
             fields = [config.prompt_field, config.response_field]
         image = self.tokenizer.images
-        more = [] if image is None else [["images", *image[:-1]]]
+        more = [] if image is None else [["images", *image.fingerprint()]]
         return digest([config.chat, fields, *self.masking_metadata(), *more])
 
     def masking_metadata(self) -> list[Any]:

@@ -51,9 +51,14 @@ class EncodedDocument:
     unread: tuple[str, ...] = ()
     """Keys of the record that neither maxpipe nor the chat template reads."""
     images: np.ndarray | None = None
-    """Images uint8 [n, S, S, 3]; None if the document has none."""
+    """Images or patches uint8 [n, ...]; None if the document has none."""
     image_tokens_left: np.ndarray | None = None
     """int32 [tokens]: see `maxpipe.data.images.IMAGE_TOKENS_LEFT`; None without images."""
+    image_grids: np.ndarray | None = None
+    """int32 [n, 2]: see `maxpipe.data.images.IMAGE_GRIDS`; None for images of one size."""
+    rotary_positions: np.ndarray | None = None
+    """int32 [tokens, 3]: see `maxpipe.data.images.ROTARY_POSITIONS`; None for images of one
+    size."""
     image_digest: bytes = b""
     """Digest of the encoded images; empty without images."""
 

@@ -12,20 +12,30 @@ import hashlib
 import io
 import os
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from maxpipe.config.image_format import ImageFormat
+from maxpipe.config.image_format import ImageFormat, PatchFormat
 from maxpipe.data.formats.record_text import BadRecord, shorten
+from maxpipe.data.image_grids import (
+    MAX_ASPECT_RATIO,
+    resized_shape,
+    rotary_positions,
+    to_patches,
+)
 from maxpipe.data.tokenizers.chat import ImageReference, Message
 from maxpipe.io import files
 
 IMAGES, IMAGE_TOKENS_LEFT = "images", "image_tokens_left"
-"""Names of the arrays of a sequence that contain its images (uint8 `[N, H, W, 3]`) and the number
-of tokens of an image from each of its tokens to its last token (int32 `[T]`, 0 for text)."""
+"""Names of the arrays of a sequence that contain its images (uint8 `[N, H, W, 3]`, or patches `[N,
+P, S, S, 3]`) and the number of tokens of an image from each of its tokens to its last token (int32
+`[T]`, 0 for text)."""
+IMAGE_GRIDS, ROTARY_POSITIONS = "image_grids", "rotary_positions"
+"""Names of the arrays of a sequence with images of different sizes: the number of patches per
+column and per row of each image (int32 `[N, 2]`), and 3-D positions of tokens (int32 `[T, 3]`)."""
 
 MAX_FILE_BYTES = 1 << 26
 """Maximum size of an image file in bytes."""
@@ -113,15 +123,26 @@ class DecodedImages(NamedTuple):
     """Images of a document."""
 
     pixels: np.ndarray
-    """uint8 `[n, S, S, 3]`."""
+    """uint8 `[n, *ImageFormat.shape]`."""
+    num_tokens: np.ndarray
+    """Number of tokens of each image, int64 `[n]`."""
     digest: bytes
     """Digest of the encoded images."""
+    grids: np.ndarray | None = None
+    """Number of patches per column and per row, int32 `[n, 2]`; None if all images have the same
+    size."""
+
+    def rotary_positions(self, tokens_left: np.ndarray, image: ImageFormat) -> np.ndarray | None:
+        """Return the 3-D positions of the tokens of the document, or None without grids."""
+        if self.grids is None or image.patches is None:
+            return None
+        return rotary_positions(tokens_left, self.grids, image.patches)
 
 
 def decode_images(
-    references: tuple[ImageReference, ...], folder: Callable[[], str], size: int
+    references: tuple[ImageReference, ...], folder: Callable[[], str], image: ImageFormat
 ) -> DecodedImages:
-    """Return the images, resized to `size` x `size` pixels.
+    """Return the images, resized as the model requires.
 
     `folder` returns the folder of the record's file, to which paths are relative.
 
@@ -136,8 +157,14 @@ def decode_images(
             which += f", {shorten(reference.path)}"
             raw = _read_file(reference.path, folder, which)
         total.update(hashlib.blake2b(raw, digest_size=16).digest())
-        pixels.append(decode_image(raw, size, which))
-    return DecodedImages(np.stack(pixels), total.digest())
+        pixels.append(decode_image(raw, image.patches or image.size, which))
+    if (form := image.patches) is None:
+        counts = np.full(len(pixels), image.num_tokens)
+        return DecodedImages(np.stack(pixels), counts, total.digest())
+    grids = np.array([each.shape[:2] for each in pixels], np.int32) // form.patch_size
+    patches = [to_patches(each, form, image.shape[0]) for each in pixels]
+    counts = grids.prod(1) // form.merge_size**2
+    return DecodedImages(np.stack(patches), counts, total.digest(), grids)
 
 
 def _read_file(path: str, folder: Callable[[], str], which: str) -> bytes:
@@ -157,8 +184,10 @@ def _read_file(path: str, folder: Callable[[], str], which: str) -> bytes:
         raise BadImage(which, rule, action) from error
 
 
-def decode_image(raw: bytes, size: int, which: str = "image") -> np.ndarray:
-    """Return an image as uint8 `[size, size, 3]`; transparent pixels become white.
+def decode_image(raw: bytes, size: int | PatchFormat, which: str = "image") -> np.ndarray:
+    """Return an image as uint8 `[h, w, 3]`; transparent pixels become white.
+
+    The height and width are both `size`, or follow from the size of the image.
 
     Raises:
         BadImage: the image is damaged, exceeds a limit, is animated, or has an unsupported format.
@@ -171,8 +200,11 @@ def decode_image(raw: bytes, size: int, which: str = "image") -> np.ndarray:
             _check_header(image, which)
             image.load()
             turned = ImageOps.exif_transpose(image)
-            resized = _to_rgb(turned).resize((size, size), Image.Resampling.BILINEAR)
-            return np.asarray(resized, np.uint8)
+            if isinstance(size, PatchFormat):
+                shape, filter_ = _shape_in_patches(turned, size, which), Image.Resampling.BICUBIC
+            else:
+                shape, filter_ = (size, size), Image.Resampling.BILINEAR
+            return np.asarray(_to_rgb(turned).resize(shape, filter_), np.uint8)
     except BadImage:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -194,6 +226,22 @@ def _check_header(image: Image.Image, which: str) -> None:
     if image.mode not in _MODES:
         rule = f"must have 8 bits per channel; found mode {image.mode}."
         raise BadImage(which, rule, "Convert the image to 8-bit RGB, or remove the record.")
+
+
+def _shape_in_patches(image: Image.Image, form: PatchFormat, which: str) -> tuple[int, int]:
+    """Return the width and height to which an image is resized."""
+    width, height = image.size
+    found = f"found {width} x {height}"
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        rule = f"must have sides with a ratio of at most {MAX_ASPECT_RATIO}: {found}."
+        raise BadImage(which, rule, "Crop the image, or remove the record.")
+    rows, columns = resized_shape(height, width, form)
+    if rows * columns > form.max_pixels:
+        rule = f"must have at most max_pixels ({form.max_pixels}) pixels when its sides are "
+        rule += f"multiples of {form.patch_size * form.merge_size}: {found}, which becomes "
+        rule += f"{columns} x {rows}."
+        raise BadImage(which, rule, f"Crop the image, or set max_pixels={rows * columns}.")
+    return columns, rows
 
 
 def _too_large(found: str, which: str) -> BadImage:
@@ -219,46 +267,68 @@ class ImageText(NamedTuple):
 def expand_image_tokens(
     text: str,
     spans: list[tuple[int, int]],
-    count: int,
+    num_tokens: Sequence[int] | np.ndarray,
     image: ImageFormat,
     special: Mapping[str, int],
 ) -> ImageText:
-    """Replace each begin token in rendered text by the complete tokens of an image.
+    """Replace the placeholder of each image in rendered text by the complete tokens of the image.
 
-    An image consists of two line breaks, the begin token, the image tokens, the end token, and two
-    line breaks, as in the processor of Gemma 3. `special` maps the text of control tokens to IDs.
+    Templates for images of one size render the begin token. An image then consists of two line
+    breaks, the begin token, the image tokens, the end token, and two line breaks, as in the
+    processor of Gemma 3. Other templates render the begin token, one image token and the end token.
+    `num_tokens` is the number of image tokens per image. `special` maps the text of control tokens
+    to IDs.
 
     Raises:
-        BadImage: the text does not have one begin token per image.
+        BadImage: the text does not have one placeholder per image.
     """
-    texts = {number: name for name, number in special.items()}
+    texts, count = {number: name for name, number in special.items()}, len(num_tokens)
     begin, one, end = (texts[each] for each in (image.begin_id, image.token_id, image.end_id))
-    pieces = text.split(begin)
-    if len(pieces) != count + 1 or one in text or end in text:
-        rule = f"must render {begin} once for each of its {count} images, and no other image "
+    placeholder, around = begin, ("\n\n", "\n\n")
+    others = [one, end]
+    if image.patches is not None:
+        placeholder, around = begin + one + end, ("", "")
+        others = [begin, one, end]
+        _check_videos(text, texts.get(image.patches.video_token_id))
+    pieces = text.split(placeholder)
+    if len(pieces) != count + 1 or any(other in piece for piece in pieces for other in others):
+        rule = f"must render {placeholder} once for each of its {count} images, and no other image "
         rule += f"token; the rendered text has it {len(pieces) - 1} times."
         action = "Remove image tokens from the text, or correct the chat template."
         raise BadImage("the rendered conversation", rule, action)
-    full = f"\n\n{begin}{one * image.num_tokens}{end}\n\n"
+    complete = [f"{around[0]}{begin}{one * number}{end}{around[1]}" for number in num_tokens]
     # Characters after an image move by the additional characters of all images before them.
-    ends = np.cumsum([len(piece) + len(begin) for piece in pieces[:-1]], dtype=np.int64)
+    ends = np.cumsum([len(piece) + len(placeholder) for piece in pieces[:-1]], dtype=np.int64)
+    more = np.cumsum([0, *(len(each) - len(placeholder) for each in complete)])
 
     def moved(place: int) -> int:
-        return place + int(np.searchsorted(ends, place, "right")) * (len(full) - len(begin))
+        return place + int(more[np.searchsorted(ends, place, "right")])
 
-    return ImageText(full.join(pieces), [(moved(first), moved(last)) for first, last in spans])
+    parts = [text for pair in zip(complete, pieces[1:], strict=True) for text in pair]
+    joined = "".join([pieces[0], *parts])
+    return ImageText(joined, [(moved(first), moved(last)) for first, last in spans])
 
 
-def image_tokens_left(ids: np.ndarray, image: ImageFormat, count: int) -> np.ndarray:
-    """Return the array `image_tokens_left` of a document.
+def _check_videos(text: str, video: str | None) -> None:
+    if video is not None and video in text:
+        rule = f"must not contain {video}: videos are not supported."
+        raise BadImage("the rendered conversation", rule, "Replace the video by images.")
+
+
+def image_tokens_left(
+    ids: np.ndarray, image: ImageFormat, num_tokens: Sequence[int] | np.ndarray
+) -> np.ndarray:
+    """Return the array `image_tokens_left` of a document. `num_tokens` is the number of image
+    tokens per image.
 
     Raises:
-        BadImage: the number of image tokens is not that of `count` images.
+        BadImage: the document does not have this number of image tokens.
     """
-    is_image = ids == image.token_id
-    if (number := int(is_image.sum())) != count * image.num_tokens:
-        rule = f"must have {count * image.num_tokens} image tokens; the tokenizer produces {number}"
+    is_image, total = ids == image.token_id, int(np.sum(num_tokens))
+    if (number := int(is_image.sum())) != total:
+        rule = f"must have {total} image tokens; the tokenizer produces {number}"
         action = "Use the tokenizer of the model."
         raise BadImage("the rendered conversation", f"{rule}.", action)
-    order = np.cumsum(is_image) - 1
-    return np.where(is_image, image.num_tokens - order % image.num_tokens, 0).astype(np.int32)
+    left = np.zeros(len(ids), np.int32)
+    left[is_image] = np.concatenate([np.arange(each, 0, -1) for each in num_tokens])
+    return left

@@ -131,20 +131,21 @@ def iterate_text_spans(
 
     The tokens of an image are shown as one placeholder.
     """
-    image, num_image_tokens = tokenizer.images, 0
+    image, previous = tokenizer.images, -1
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     text = open_text_stream(tokenizer)
     held = TextSpan("", is_trained=False)
-    for i, is_trained in zip(ids.tolist(), trained.tolist(), strict=True):
+    for place, (i, is_trained) in enumerate(zip(ids.tolist(), trained.tolist(), strict=True)):
         if is_control := i in tokenizer.special_ids:
             held = held._replace(text=held.text + text.finish())
             added = names.get(i, f"<{i}>")
             if image is not None and i == image.token_id:
-                is_first = num_image_tokens % image.num_tokens == 0
-                added = f"[image of {image.num_tokens} tokens]" if is_first else ""
-                num_image_tokens += 1
+                others = np.flatnonzero(ids[place:] != i)
+                count = int(others[0]) if len(others) else len(ids) - place
+                added = "" if i == previous else f"[image of {count} tokens]"
         else:
             added = text.push(i)
+        previous = i
         if held[1:] == (is_trained, is_control):
             held = held._replace(text=held.text + added)
             continue

@@ -28,7 +28,7 @@ from maxpipe.config.sections.train import METADATA_KEYS, BatchRamp
 from maxpipe.data import mixture
 from maxpipe.data.chat_spec import ChatSpec
 from maxpipe.data.corpus import SOURCES, Corpus, Split, open_corpus
-from maxpipe.data.images import IMAGE_TOKENS_LEFT, IMAGES
+from maxpipe.data.images import IMAGE_GRIDS, IMAGE_TOKENS_LEFT, IMAGES, ROTARY_POSITIONS
 from maxpipe.data.mixture import Mixture, Stream
 from maxpipe.data.packing import Sequences
 from maxpipe.data.pairs import PairDocuments
@@ -219,11 +219,19 @@ class Loader:
         """Return the arrays of a sequence, with unused images set to 0, if batches have images."""
         if (image := self.images) is None:
             return example
-        pixels = np.zeros((image.max_images, image.size, image.size, 3), np.uint8)
-        own = example.get(IMAGES, pixels[:0])
-        pixels[: len(own)] = own
-        left = example.get(IMAGE_TOKENS_LEFT, np.zeros_like(example["tokens"]))
-        return {**example, IMAGES: pixels, IMAGE_TOKENS_LEFT: left}
+        arrays: dict[str, np.ndarray] = {}
+        arrays[IMAGES] = np.zeros((image.max_images, *image.shape), np.uint8)
+        if image.patches is not None:
+            arrays[IMAGE_GRIDS] = np.zeros((image.max_images, 2), np.int32)
+        for name, array in arrays.items():
+            own = example.get(name, array[:0])
+            array[: len(own)] = own
+        arrays[IMAGE_TOKENS_LEFT] = np.zeros_like(example["tokens"])
+        if image.patches is not None:
+            arrays[ROTARY_POSITIONS] = np.repeat(example["positions"][:, None], 3, axis=1)
+        by_token = (IMAGE_TOKENS_LEFT, ROTARY_POSITIONS)
+        arrays |= {name: example[name] for name in by_token if name in example}
+        return {**example, **arrays}
 
     def sequence_origins(self, step: int) -> list[SequenceOrigin]:
         """Return the origin of every sequence in one step's batch. Padding is skipped."""

@@ -30,7 +30,7 @@ from maxpipe.data.documents import Documents
 from maxpipe.data.formats import disk_cache
 from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.source import track_read
-from maxpipe.data.images import IMAGE_TOKENS_LEFT, IMAGES
+from maxpipe.data.images import IMAGE_GRIDS, IMAGE_TOKENS_LEFT, IMAGES, ROTARY_POSITIONS
 from maxpipe.data.sources import Heartbeat
 from maxpipe.errors import Code, ConfigError
 
@@ -180,6 +180,7 @@ def assemble_sequence(
     trained = np.ones(size, bool)
     positions = np.zeros(size, np.int32)
     images, left = list[np.ndarray](), np.zeros(size, np.int32)
+    grids, rotary = list[np.ndarray](), list[tuple[slice, np.ndarray]]()
     at = segment = 0
     for number, begin, end in pieces:
         with track_read(partial(documents.where, number)):
@@ -192,12 +193,21 @@ def assemble_sequence(
             assert not begin and end == len(document.ids), "images are not split"
             images.append(document.images)
             left[here] = document.image_tokens_left
+            if document.image_grids is not None and document.rotary_positions is not None:
+                grids.append(document.image_grids)
+                rotary.append((here, document.rotary_positions))
         border = [document.second_half_start] if document.second_half_start else []
         for first, last in itertools.pairwise([begin, *border, end]):
             segment += 1
             segments[at : at + last - first] = segment
             positions[at : at + last - first] = np.arange(last - first)
             at += last - first
+    by_image = {IMAGES: np.concatenate(images), IMAGE_TOKENS_LEFT: left[:-1]} if images else {}
+    if grids:
+        each = np.repeat(positions[:, None], 3, axis=1)
+        for here, of_document in rotary:
+            each[here] = of_document
+        by_image |= {IMAGE_GRIDS: np.concatenate(grids), ROTARY_POSITIONS: each[:-1]}
     same = (segments[:-1] == segments[1:]) & (segments[1:] > 0) & trained[1:]
     return {
         "tokens": window[:-1],
@@ -205,7 +215,7 @@ def assemble_sequence(
         "segment_ids": segments[:-1],
         "positions": positions[:-1],
         "loss_mask": same.astype(np.float32),
-        **({IMAGES: np.concatenate(images), IMAGE_TOKENS_LEFT: left[:-1]} if images else {}),
+        **by_image,
     }
 
 

@@ -363,19 +363,21 @@ def _encode_images(
     Raises:
         ConfigError: an image cannot be used.
     """
-    image, count = tokenizer.images, len(conversation.images)
+    image = tokenizer.images
     assert image is not None, "the generator sets the format of images"
     try:
-        full = expand_image_tokens(text, [], count, image, tokenizer.special_tokens).text
-        ids = tokenizer.encode_chat(full)
-        left = image_tokens_left(ids, image, count)
-        pixels = decode_images(conversation.images, lambda: "", image.size).pixels
+        decoded = decode_images(conversation.images, lambda: "", image)
+        counts, special = decoded.num_tokens, tokenizer.special_tokens
+        ids = tokenizer.encode_chat(expand_image_tokens(text, [], counts, image, special).text)
+        left = image_tokens_left(ids, image, counts)
     except BadRecord as error:
         where = f"prompt {number + 1}"
         raise ConfigError.one(
             Code.DATA_IMAGE, where, error.value, error.rule, error.action
         ) from error
-    return ids.tolist(), PromptImages(pixels, left)
+    return ids.tolist(), PromptImages(
+        decoded.pixels, left, decoded.grids, decoded.rotary_positions(left, image)
+    )
 
 
 def _check_length(prompt: Prompt, room: int) -> Prompt:

@@ -23,7 +23,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int, Key
 
 from maxpipe.nn.decoder import Decoder
-from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT, IMAGES
+from maxpipe.parallel.batch_arrays import (
+    IMAGE_GRIDS,
+    IMAGE_TOKENS_LEFT,
+    IMAGES,
+    ROTARY_POSITIONS,
+)
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC
 
@@ -156,6 +161,9 @@ class DecodeState(NamedTuple):
     caches: Tree
     seen_tokens: Bool[Array, "B V"] | None
     """Mask of the tokens that each sequence contains, or None without a repetition penalty."""
+    rotary_offsets: Int[Array, " B"] | None = None
+    """Difference between the 3-D positions and the position of the newest token, or None if tokens
+    have no 3-D positions. Negative after images, whose tokens share positions."""
 
 
 class SampledTokens(NamedTuple):
@@ -178,9 +186,14 @@ class PromptImages(NamedTuple):
     """Images of a prompt."""
 
     pixels: np.ndarray
-    """uint8 `[n, S, S, 3]`."""
+    """Images or patches, uint8 `[n, ...]`."""
     tokens_left: np.ndarray
     """Number of tokens of an image from each of its tokens to its last token, int32 `[T]`."""
+    grids: np.ndarray | None = None
+    """Number of patches per column and per row, int32 `[n, 2]`; None if all images have the same
+    size."""
+    rotary_positions: np.ndarray | None = None
+    """3-D position of each token, int32 `[T, 3]`; None if all images have the same size."""
 
 
 class DecodeShape(NamedTuple):
@@ -234,16 +247,33 @@ def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBa
     return batch
 
 
-def pad_images(images: Sequence[PromptImages | None], size: DecodeShape) -> dict[str, np.ndarray]:
-    """Return the batch arrays of the prompts' images, padded as `left_pad` pads tokens."""
-    shape = next(each.pixels.shape[1:] for each in images if each is not None)
-    pixels = np.zeros((size.batch_size, size.num_images, *shape), np.uint8)
-    left = np.zeros((size.batch_size, size.prompt_length), np.int32)
+def pad_images(
+    images: Sequence[PromptImages | None], size: DecodeShape, tokens: TokenBatch
+) -> dict[str, np.ndarray]:
+    """Return the batch arrays of the prompts' images, padded as `left_pad` pads tokens. `tokens`
+    are the padded prompts.
+    """
+    first = next((each for each in images if each is not None), None)
+    if first is None:
+        return {}
+    shape = (size.batch_size, size.num_images)
+    arrays = {
+        IMAGES: np.zeros((*shape, *first.pixels.shape[1:]), np.uint8),
+        IMAGE_TOKENS_LEFT: np.zeros((size.batch_size, size.prompt_length), np.int32),
+    }
+    if first.grids is not None:
+        arrays[IMAGE_GRIDS] = np.zeros((*shape, 2), np.int32)
+        arrays[ROTARY_POSITIONS] = np.repeat(tokens.positions[..., None], 3, axis=-1)
     for row, each in enumerate(images):
-        if each is not None:
-            pixels[row, : len(each.pixels)] = each.pixels
-            left[row, size.prompt_length - len(each.tokens_left) :] = each.tokens_left
-    return {IMAGES: pixels, IMAGE_TOKENS_LEFT: left}
+        if each is None:
+            continue
+        start = size.prompt_length - len(each.tokens_left)
+        arrays[IMAGES][row, : len(each.pixels)] = each.pixels
+        arrays[IMAGE_TOKENS_LEFT][row, start:] = each.tokens_left
+        if each.grids is not None and each.rotary_positions is not None:
+            arrays[IMAGE_GRIDS][row, : len(each.grids)] = each.grids
+            arrays[ROTARY_POSITIONS][row, start:] = each.rotary_positions
+    return arrays
 
 
 def place_replicated(array: np.ndarray, sharding: NamedSharding) -> Array:
@@ -332,7 +362,7 @@ class DecodeEngine:
     ) -> tuple[DecodeState, SampledTokens]:
         """Return the state after the prompts, and the first sampled token of each sequence."""
         rows, drawn = left_pad(prompts, size.batch_size, size.prompt_length), None
-        arrays = pad_images(images, size) if size.num_images else {}
+        arrays = pad_images(images, size, rows) if size.num_images else {}
         pixels = {name: self._place(array) for name, array in arrays.items()}
         for start in range(0, size.prompt_length, size.prefill_chunk):
             piece = TokenBatch(
@@ -389,7 +419,11 @@ class DecodeEngine:
             size.batch_size, size.prompt_length + size.max_new_tokens, size.prefill_chunk
         )
         shape = (size.batch_size, self.decoder.config.vocab_size)
-        return DecodeState(caches, jnp.zeros(shape, bool) if self._has_repetition_penalty else None)
+        return DecodeState(
+            caches,
+            jnp.zeros(shape, bool) if self._has_repetition_penalty else None,
+            jnp.zeros(shape[:1], jnp.int32) if self._has_rotary_offsets else None,
+        )
 
     @cached_property
     def _refill_init_program(self) -> Any:
@@ -445,13 +479,18 @@ class DecodeEngine:
         whole: Any = NamedSharding(
             self.mesh, PartitionSpec()
         )  # every process reads the sampled tokens of all sequences
-        return DecodeState(caches, rows if self._has_repetition_penalty else None), SampledTokens(
-            whole, whole, rows
-        )
+        seen = rows if self._has_repetition_penalty else None
+        state = DecodeState(caches, seen, rows if self._has_rotary_offsets else None)
+        return state, SampledTokens(whole, whole, rows)
 
     @property
     def _has_repetition_penalty(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
+
+    @property
+    def _has_rotary_offsets(self) -> bool:
+        tower = self.decoder.model.ends.vision
+        return tower is not None and tower.has_grids
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
         """Lower the one-token program from abstract parameters, for devices that may be absent."""
@@ -469,7 +508,10 @@ class DecodeEngine:
     ) -> tuple[DecodeState, SampledTokens]:
         tokens, positions = drawn.tokens[:, None], drawn.positions[:, None]
         piece: Any = TokenBatch._make((tokens, jnp.full_like(tokens, TEXT), positions))
-        return self._extend_and_sample(params, kept, numbers, piece)
+        if (offsets := kept.rotary_offsets) is None:
+            return self._extend_and_sample(params, kept, numbers, piece)
+        rotary = jnp.repeat((positions + offsets[:, None])[..., None], 3, axis=-1)
+        return self._extend_and_sample(params, kept, numbers, piece, {ROTARY_POSITIONS: rotary})
 
     def _extend_and_sample(
         self,
@@ -490,7 +532,12 @@ class DecodeEngine:
         positions = piece.positions[:, -1] + 1
         keys = row_keys(self.seed, numbers, positions)
         choice = sample(logits, seen, keys, self.sampling)
-        return DecodeState(caches, seen), SampledTokens(choice.tokens, choice.logprobs, positions)
+        offsets = kept.rotary_offsets
+        if offsets is not None and ROTARY_POSITIONS in images:
+            offsets = images[ROTARY_POSITIONS][:, -1, 0] - piece.positions[:, -1]
+        return DecodeState(caches, seen, offsets), SampledTokens(
+            choice.tokens, choice.logprobs, positions
+        )
 
 
 def is_axes(node: object) -> bool:

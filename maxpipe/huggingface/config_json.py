@@ -7,9 +7,10 @@ precedence of transformers 5, so that each row of a family's conversion table re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from maxpipe.config.load import load
@@ -19,12 +20,13 @@ from maxpipe.config.sections.model import family_section
 from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface import quantization
 from maxpipe.huggingface.quantization import Quantization
-from maxpipe.huggingface.tensor_layouts import composite_name
+from maxpipe.huggingface.tensor_layouts import composite_name, composite_table
 from maxpipe.io.files import read
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.huggingface import (
     PER_LAYER,
+    WITHOUT_MTP,
     HuggingFace,
     Kept,
     LayerList,
@@ -326,9 +328,7 @@ def _drop_unread(
     Raises:
         UnsupportedError: a partial rotary factor is set, but the RoPE type does not support one.
     """
-    rows = (
-        (*row.scalings.get(kind, ()), *row.top_level_keys.get(kind, ())) if _is_name(kind) else ()
-    )
+    rows = row.rows(kind) if _is_name(kind) else ()
     if _is_name(kind) and kind != "default" and kind not in row.scalings:
         return  # a later check rejects this RoPE type
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}
@@ -424,12 +424,15 @@ def read_description(folder: Path, *, images: bool = False) -> ModelDescription:
     table, whole, family = _table(path, content)
     outer = content
     if images and (whole is None or whole.vision is None):
+        tables = (table for of in FAMILIES.values() for table in of.huggingface)
+        wholes = (each for table in tables for each in table.containers if each.vision)
+        names = " or ".join(sorted(each.architecture for each in wholes))
         raise ConfigError.one(
             Code.HF_UNSUPPORTED,
             f"{path}: architectures",
             json.dumps(content.get("architectures"))[:200],
             "must be a model with a vision tower that maxpipe supports, to use images.",
-            "Use a Gemma3ForConditionalGeneration folder, or import the model without images.",
+            f"Use a folder with {names}, or import the model without images.",
         )
     if whole is not None:
         inner = content.get(whole.section)
@@ -450,7 +453,7 @@ def read_description(folder: Path, *, images: bool = False) -> ModelDescription:
     content = found.content
     ours = _read(path, table, content)
     if images and whole is not None and whole.vision is not None:
-        ours |= _read_vision(path, table, whole, whole.vision, outer)
+        ours |= _read_vision(path, table, whole, outer, ours)
         table = composite_table(table, whole, whole.vision)
     section: dict[str, Any] = {"family": family, family: {}}
     for name, value in ours.items():
@@ -470,15 +473,18 @@ def read_description(folder: Path, *, images: bool = False) -> ModelDescription:
 
 
 def _read_vision(
-    path: Path, table: HuggingFace, whole: Whole, vision: VisionTable, content: Theirs
+    path: Path, table: HuggingFace, whole: Whole, content: Theirs, text: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return maxpipe's values for the vision tower of a composite model."""
-    inner = content.get(_VISION_SECTION)
+    """Return maxpipe's values for a model with a vision tower, given those of the language model.
+    The model has no multi-token prediction heads, because they cannot predict images.
+    """
+    vision, inner = whole.vision, content.get(_VISION_SECTION)
+    assert vision is not None, "the caller checks the model"
     where, value = f"{path}: {_VISION_SECTION}", json.dumps(inner)[:200]
     if not isinstance(inner, dict):
         rule = f"must be an object: the config of the vision tower of {whole.architecture}."
         raise ConfigError.one(Code.HF_FOLDER, where, value, rule, _COPY)
-    if inner.get("model_type", vision.model_type) != vision.model_type:
+    if inner.get("model_type", vision.model_type) not in (vision.model_type, whole.model_type):
         raise ConfigError.one(
             Code.HF_UNSUPPORTED,
             f"{where}.model_type",
@@ -487,18 +493,9 @@ def _read_vision(
             "Use a model whose vision tower has this type, or import the model without images.",
         )
     named = replace(table, architecture=whole.architecture)
-    ours = _read(path, replace(named, keys=vision.keys), inner)
-    return ours | _read(path, replace(named, keys=vision.outer_keys), content)
-
-
-def composite_table(table: HuggingFace, whole: Whole, vision: VisionTable) -> HuggingFace:
-    """Return the conversion table of a composite model with a vision tower."""
-    return replace(
-        table,
-        architecture=whole.architecture,
-        model_type=whole.model_type,
-        tensors=(*table.tensors, *vision.tensors),
-    )
+    ours = _read(path, replace(named, keys=vision.keys), inner, text)
+    ours |= _read(path, replace(named, keys=vision.outer_keys), content)
+    return {**ours, **WITHOUT_MTP}
 
 
 def _check_inner_type(path: Path, whole: Whole, kind: Any) -> None:
@@ -562,8 +559,11 @@ def _is_base(names: Any, found: tuple[HuggingFace, Whole | None, str]) -> bool:
     return names in (None, [], [base], [base.replace("Model", "TextModel")])
 
 
-def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[str, Any]:
-    ours: dict[str, Any] = {}
+def _read(
+    path: Path, table: HuggingFace, content: Mapping[str, Any], before: Ours = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return maxpipe's values. `before` are the values of other tables, which rows can read."""
+    ours = dict(before)
     for row in table.keys:
         try:
             for name, value in row.read(content, ours).items():
@@ -649,12 +649,13 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
             )
     if last is not None:
         raise last
+    supported = [each.name for each in FAMILIES.values() if each.huggingface]
     raise ConfigError.one(
         Code.HF_EXPORT,
         "model.family",
         config.family,
         "has no Hugging Face format.",
-        f"Families with a Hugging Face format: {', '.join(_exportable_families())}.",
+        f"Families with a Hugging Face format: {', '.join(supported)}.",
     )
 
 
@@ -663,7 +664,10 @@ def _with_vision(
 ) -> tuple[HuggingFace, dict[str, Any]]:
     """Return the table and the config.json values of a composite model for an export."""
     composite = composite_table(table, whole, vision)
-    tensors = (replace(row, theirs=composite_name(row.theirs)) for row in composite.tensors)
+    tensors = (
+        replace(row, theirs=composite_name(row.theirs, is_nested=vision.is_nested))
+        for row in composite.tensors
+    )
     said: dict[str, Any] = {
         whole.section: {"model_type": table.model_type, **text},
         _VISION_SECTION: {"model_type": vision.model_type, **written(vision.keys, ours)},
@@ -671,10 +675,6 @@ def _with_vision(
         _TIED: text.get(_TIED, True),
     }
     return replace(composite, tensors=tuple(tensors)), said
-
-
-def _exportable_families() -> Iterator[str]:
-    return (each.name for each in FAMILIES.values() if each.huggingface)
 
 
 def to_json(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
@@ -47,7 +47,7 @@ from maxpipe.io.files import expand_path, read
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.huggingface import HuggingFace
+from maxpipe.models.huggingface import WITHOUT_MTP, HuggingFace
 from maxpipe.models.initialization import TokenHash
 from maxpipe.models.registry import describe
 
@@ -56,8 +56,6 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf:"
 """Prefix that marks a Hugging Face folder in `checkpoint.restore_from`."""
 
-WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
-"""Keys and values of the `model` section that disable multi-token prediction heads."""
 
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")

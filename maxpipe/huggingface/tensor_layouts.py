@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from maxpipe.models.huggingface import HuggingFace, Tensor
+from maxpipe.models.huggingface import HuggingFace, Tensor, VisionTable, Whole
 
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -25,7 +25,8 @@ _PARTS += "|embed_tokens_per_layer|per_layer_model_projection|per_layer_projecti
 _BODY = re.compile(rf"{_ROOTS}((?:{_PARTS})\..*)", re.DOTALL)
 _HEAD = re.compile(rf"{_ROOTS}(lm_head\..*)", re.DOTALL)
 _VISION = re.compile(
-    r"(?:model\.)*(vision_tower\.|multi_modal_projector\.)(?:vision_model\.)?(.*)", re.DOTALL
+    r"(?:model\.)*(vision_tower\.|multi_modal_projector\.|visual\.)(?:vision_model\.)?(.*)",
+    re.DOTALL,
 )
 _TEXT_PREFIX, _TOWER = "language_model.", "vision_tower."
 
@@ -85,15 +86,30 @@ def canonical(name: str) -> str:
     return name
 
 
-def composite_name(name: str) -> str:
+def composite_name(name: str, *, is_nested: bool = False) -> str:
     """Return the name of a tensor in published vision-language models, given its name in a
-    conversion table.
+    conversion table. See `VisionTable.is_nested`.
     """
+    if is_nested:
+        body = name.removeprefix("model.")
+        if name.startswith("visual."):
+            return f"model.{name}"
+        return f"model.{_TEXT_PREFIX}{body}" if body != name else name
     if name.startswith("multi_modal_projector."):
         return name
     if name.startswith(_TOWER):
         return f"{_TOWER}vision_model.{name.removeprefix(_TOWER)}"
     return f"{_TEXT_PREFIX}{name}"
+
+
+def composite_table(table: HuggingFace, whole: Whole, vision: VisionTable) -> HuggingFace:
+    """Return the conversion table of a composite model with a vision tower."""
+    return replace(
+        table,
+        architecture=whole.architecture,
+        model_type=whole.model_type,
+        tensors=(*table.tensors, *vision.tensors),
+    )
 
 
 def adapt_table(

@@ -78,12 +78,14 @@ def alike(
     scale: float = 1.0,
     function: Literal["silu", "gelu"] = "silu",
     values: Mapping[str, tuple[float, ...]] | None = None,
+    added_arrays: tuple[str, ...] = (),
     **of_ends: Any,
 ) -> Model:
     """Return a model with a single layer type that consists of attention and a gated MLP.
 
     `before` and `after` select pre-norms and post-norms for both branches. `scale` multiplies the
-    output of both branches. `of_ends` are additional fields of `Ends`.
+    output of both branches. `added_arrays` are the carried arrays that layers add to their output,
+    with the width of the model. `of_ends` are additional fields of `Ends`.
     """
     parts = {"attention": mixing, "mlp": mlp(config, function=function)}
     branches = tuple(
@@ -91,8 +93,10 @@ def alike(
         for name, part in parts.items()
     )
     layers = ("layer",) * config.num_layers
+    layer_type = LayerType(branches, added_arrays=added_arrays)
+    carried = dict.fromkeys(added_arrays, config.d_model)
     return Model(
-        {"layer": LayerType(branches)}, layers, ends(config, norm, **of_ends), values or {}
+        {"layer": layer_type}, layers, ends(config, norm, **of_ends), values or {}, carried
     )
 
 

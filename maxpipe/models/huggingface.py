@@ -188,6 +188,8 @@ class Rotary:
     """Name of the RoPE type key in older transformers releases."""
     top_level_keys: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
     """Key-table rows for keys outside the rotary parameters, keyed by `rope_type`."""
+    always: tuple[Row, ...] = ()
+    """Key-table rows for RoPE parameters of every `rope_type`."""
     defaults: Theirs = field(default_factory=dict)
     """Rotary parameters that transformers uses if `config.json` specifies only the base."""
     default_max_positions: int = 0
@@ -208,6 +210,11 @@ class Rotary:
         """Return the key names of current and older transformers releases."""
         legacy = (self.legacy_theta_key, "rope_scaling") if self.has_legacy_keys else ()
         return (*legacy, "rope_parameters")
+
+    def rows(self, rope_type: str) -> tuple[Row, ...]:
+        """Return the rows for a `rope_type`."""
+        scaling, outside = (of.get(rope_type, ()) for of in (self.scalings, self.top_level_keys))
+        return (*scaling, *outside, *self.always)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the RoPE base and scaling from the normalized `rope_parameters`.
@@ -234,7 +241,7 @@ class Rotary:
             ours_read |= dict(self.unscaled)
         length = theirs.get("max_position_embeddings")
         lengths = {} if length is None else {"max_position_embeddings": length}
-        for row in (*self.scalings.get(rope_type, ()), *self.top_level_keys.get(rope_type, ())):
+        for row in self.rows(rope_type):
             ours_read |= row.read({**lengths, **rope_parameters}, ours)
         return ours_read
 
@@ -247,7 +254,10 @@ class Rotary:
         if rope_type != "default":
             for row in self.scalings[rope_type]:
                 scaling |= row.write(ours)
-        rope_parameters = {"rope_theta": ours[self.theta], "rope_type": rope_type, **scaling}
+        always = {name: value for row in self.always for name, value in row.write(ours).items()}
+        scaling |= always if scaling else {}
+        stated = {"rope_theta": ours[self.theta], "rope_type": rope_type}
+        rope_parameters = {**stated, **always, **scaling}
         written: dict[str, Any] = {}
         if self.has_legacy_keys:
             written[self.legacy_theta_key] = ours[self.theta]
@@ -321,6 +331,10 @@ class Tensor:
     the name has no `{layer}`, these are the rows of all layers."""
 
 
+WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
+"""Values of the `model` section without multi-token prediction heads."""
+
+
 @dataclass(frozen=True)
 class VisionTable:
     """Conversion tables of the vision tower in a composite model."""
@@ -331,6 +345,9 @@ class VisionTable:
     outer_keys: tuple[Row, ...]
     """Rows for the other keys of the composite model."""
     tensors: tuple[Tensor, ...]
+    is_nested: bool = False
+    """Whether published tensor names begin with `model.language_model` and `model.visual`, instead
+    of `language_model` and `vision_tower`."""
 
 
 @dataclass(frozen=True)

@@ -123,12 +123,13 @@ def table_rows(
     count: str = "",
     theta: float = 10000.0,
     ignored: tuple[str, ...] = (),
+    more: tuple[Row, ...] = (),
 ) -> tuple[Row, ...]:
     """Return the rotary-position rows of a family's key table.
 
     `share`, `count` and `theta` are the default of `partial_rotary_factor`, the name of the key
     with the number of rotated dims, and the default of `rope_theta` in transformers. `ignored`
-    lists rotary parameters that do not affect the logits.
+    lists rotary parameters that do not affect the logits, and `more` are rows for others.
     """
     size, scaling = f"{family}.rotary_dim", f"{family}.rope_factor"
     inner = (_Share(size, share, nested=True), *map(Kept, ignored))
@@ -141,6 +142,7 @@ def table_rows(
             theta,
             {"default": (*inner, Only(scaling, 1.0)), "yarn": (*inner, *yarn)},
             unscaled={},
+            always=more,
             select_type=lambda ours: "default" if ours[scaling] == 1 else "yarn",
         ),
     )

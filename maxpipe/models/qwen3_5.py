@@ -1,16 +1,22 @@
-"""Qwen3.5: the gated delta rule in most layers, full attention in every fourth layer, and MLPs."""
+"""Qwen3.5: the gated delta rule in most layers, full attention in every fourth layer, and MLPs.
+
+The models can have a vision tower.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from maxpipe.models import family, huggingface, qwen3_next
+from maxpipe.errors import RuleViolation
+from maxpipe.models import family, huggingface, qwen3_next, qwen_vision
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.family import Family
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
     HuggingFace,
     Kept,
+    Key,
     Ours,
     Row,
     Tensor,
@@ -19,11 +25,12 @@ from maxpipe.models.huggingface import (
     Whole,
 )
 from maxpipe.models.qwen3_next import HybridConfig
-from maxpipe.models.spec import Model
+from maxpipe.models.qwen_vision import QwenVisionConfig
+from maxpipe.models.spec import Model, Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen35Config(HybridConfig):
+class Qwen35Config(HybridConfig, QwenVisionConfig):
     """Keys that only dense Qwen3.5 models use. `model.num_heads`, `num_kv_heads` and `head_dim`
     apply to the layers with attention.
     """
@@ -31,14 +38,29 @@ class Qwen35Config(HybridConfig):
 
 def describe(config: ModelConfig) -> Model:
     """Return a model with the layer types `delta` and `full`, or only one of the two."""
-    return qwen3_next.hybrid(config, "mlp", family.mlp(config), fused=False)
+    return with_images(config, "mlp", family.mlp(config))
+
+
+def with_images(config: ModelConfig, name: str, part: Part) -> Model:
+    """Return a model whose layers combine the delta rule or full attention with `part`, and that
+    has a vision tower if the config has one. `name` is the name of the branch with `part`.
+    """
+    sections = own_keys(config, QwenVisionConfig).mrope_section
+    tower = qwen_vision.vision_tower(config)
+    return qwen3_next.hybrid(config, name, part, fused=False, sections=sections, vision=tower)
+
+
+def rules(config: ModelConfig) -> Iterator[RuleViolation]:
+    """Yield violations of the rules for dense models."""
+    yield from qwen3_next.rules(config)
+    yield from qwen_vision.rules(config)
 
 
 def keys(section: str) -> tuple[Row, ...]:
     """Return the key-table rows that the dense models and the models with experts share."""
-    # All tokens of a text have the same position in each section of a multimodal position.
+    mrope = Key("mrope_section", f"{section}.mrope_section", lambda _: [11, 11, 10])
     return (
-        *qwen3_next.keys(section, ignored=("mrope_section", "mrope_interleaved")),
+        *qwen3_next.keys(section, ignored=("mrope_interleaved",), rotary=(mrope,)),
         Fixed("attn_output_gate", (True,), True),
         Fixed("output_gate_type", ("swish", None)),
         _MtpLayer(f"{section}.full_attention_interval"),
@@ -98,8 +120,12 @@ def mtp_layer(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def whole(architecture: str, model_type: str) -> Whole:
-    """Return the multimodal model, which adds a vision encoder."""
-    return Whole(architecture, "text_config", model_type, ("model.visual.*", "visual.*"))
+    """Return the multimodal model, which adds a vision tower. Its `model_type` is also the name of
+    the family.
+    """
+    table = qwen_vision.vision_table(model_type, f"{model_type}_vision")
+    others = ("model.visual.*", "visual.*")
+    return Whole(architecture, "text_config", model_type, others, vision=table)
 
 
 _TENSORS = qwen3_next.tensors(qwen3_next.SEPARATE, *huggingface.MLP)
@@ -121,7 +147,7 @@ FAMILY = Family(
     "qwen3_5",
     Qwen35Config,
     describe,
-    bounds=qwen3_next.BOUNDS,
-    rules=qwen3_next.rules,
+    bounds=(*qwen3_next.BOUNDS, *qwen_vision.bounds()),
+    rules=rules,
     huggingface=(_HUGGINGFACE,),
 )

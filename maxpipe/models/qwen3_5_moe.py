@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from maxpipe.models import huggingface, qwen3_5, qwen3_next
+from maxpipe.errors import RuleViolation
+from maxpipe.models import huggingface, qwen3_5, qwen3_next, qwen_vision
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.qwen3_next import HybridMoeConfig
+from maxpipe.models.qwen_vision import QwenVisionConfig
 from maxpipe.models.spec import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Qwen35MoeConfig(HybridMoeConfig):
+class Qwen35MoeConfig(HybridMoeConfig, QwenVisionConfig):
     """Keys that only Qwen3.5 models with experts use. `model.num_heads`, `num_kv_heads` and
     `head_dim` apply to the layers with attention. Every layer has experts.
     """
@@ -22,7 +25,12 @@ class Qwen35MoeConfig(HybridMoeConfig):
 
 def describe(config: ModelConfig) -> Model:
     """Return a model with the layer types `delta` and `full`, or only one of the two."""
-    return qwen3_next.hybrid(config, "experts", qwen3_next.experts(config), fused=False)
+    return qwen3_5.with_images(config, "experts", qwen3_next.experts(config))
+
+
+def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
+    yield from qwen3_next.moe_rules(config)
+    yield from qwen_vision.rules(config)
 
 
 _TENSORS = qwen3_next.tensors(qwen3_next.SEPARATE, *qwen3_next.EXPERTS)
@@ -51,8 +59,8 @@ FAMILY = Family(
     "qwen3_5_moe",
     Qwen35MoeConfig,
     describe,
-    bounds=qwen3_next.MOE_BOUNDS,
-    rules=qwen3_next.moe_rules,
+    bounds=(*qwen3_next.MOE_BOUNDS, *qwen_vision.bounds()),
+    rules=_rules,
     metric_parts=(Experts,),
     huggingface=(_HUGGINGFACE,),
 )

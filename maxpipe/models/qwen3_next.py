@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
@@ -70,17 +71,26 @@ def experts(config: ModelConfig, normalised: bool = True) -> Experts:
     return moe_base.experts(config, own, shared=shared, shared_gated=True, normalised=normalised)
 
 
-def hybrid(config: ModelConfig, name: str, part: Part, *, fused: bool) -> Model:
+def hybrid(
+    config: ModelConfig,
+    name: str,
+    part: Part,
+    *,
+    fused: bool,
+    sections: Sequence[int] = (),
+    **of_ends: Any,
+) -> Model:
     """Return a model whose layers combine the delta rule or full attention with `part`.
 
-    `name` is the name of the branch with `part`. `fused` is passed to `GatedDelta`.
+    `name` is the name of the branch with `part`. `fused` is passed to `GatedDelta`, `sections` to
+    `Rope`, and `of_ends` to `Ends`.
     """
     own = own_keys(config, HybridConfig)
     epsilon = config.norm_epsilon
     norm = RMSNorm(config.d_model, epsilon, offset=1.0)
     attention = family.attention(
         config,
-        partial_rope.rope(config),
+        replace(partial_rope.rope(config), sections=tuple(sections)),
         head_norm=RMSNorm(config.head_dim, epsilon, offset=1.0),
         gated=True,
     )
@@ -95,7 +105,7 @@ def hybrid(config: ModelConfig, name: str, part: Part, *, fused: bool) -> Model:
         for number in range(1, config.num_layers + 1)
     )
     layer_types = {name: LayerType((mixing[name], last)) for name in dict.fromkeys(layers)}
-    return Model(layer_types, layers, family.ends(config, norm))
+    return Model(layer_types, layers, family.ends(config, norm, **of_ends))
 
 
 _DELTA, _FULL = "delta", "full"
@@ -177,17 +187,20 @@ EXPERTS = (
 """Tensor-table rows for the experts of a layer and their shared expert."""
 
 
-def keys(section: str, ignored: tuple[str, ...] = ()) -> tuple[Row, ...]:
+def keys(
+    section: str, ignored: tuple[str, ...] = (), rotary: tuple[Row, ...] = ()
+) -> tuple[Row, ...]:
     """Return the key-table rows that all families with the delta rule share.
 
-    `section` is the name of the family's config section. `ignored` is passed to `partial_rope`.
+    `section` is the name of the family's config section. `ignored` and `rotary` are passed to
+    `partial_rope`.
     """
     return (
         layer_type_rows.Period(
             f"{section}.full_attention_interval", "linear_attention", 4, "full_attention_interval"
         ),
         *gated_delta_config.rows(section),
-        *partial_rope.table_rows(section, 0.25, ignored=ignored),
+        *partial_rope.table_rows(section, 0.25, ignored=ignored, more=rotary),
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
     )

@@ -349,6 +349,7 @@ def row(
     more: tuple[Row, ...] = (),
     defaults: Theirs | None = None,
     enabled: str = "",
+    always: tuple[Row, ...] = (),
 ) -> Row:
     """Return the rotary-position row of the table for model families that support every
     `RopeConfig` key.
@@ -363,6 +364,7 @@ def row(
             then write a scaling type even if the factor is 1.
         defaults: rotary parameters that transformers uses if `config.json` has none.
         enabled: key that enables RoPE, if a RoPE base of null disables RoPE.
+        always: rows for additional keys in `rope_parameters`, which exports always write.
     """
     kind, factor, length = (
         f"{family}.rope_{name}" for name in ("type", "factor", "attention_factor")
@@ -423,4 +425,5 @@ def row(
         layers=layers,
         defaults=defaults or {},
         enabled=enabled,
+        always=always,
     )

@@ -339,6 +339,9 @@ class LayerType:
     """Sublayer that multiplies the layer's output."""
     input_stored_as: str = ""
     """Name of the carried array (`Model.carried`) that the layer sets to its input."""
+    added_arrays: tuple[str, ...] = ()
+    """Names of carried arrays. The layer adds the first array to its output. It replaces each array
+    by the next one and the last by zeros, so that the n-th layer adds the n-th array."""
     in_compute_dtype: bool = False
     """Whether matmuls use the compute dtype even if `model.matmul` selects another format."""
 
@@ -541,7 +544,7 @@ class Ends:
     """Soft cap on the scaled logits: `cap * tanh(logits / cap)`. 0 disables the cap."""
     mtp: Ahead | None = None
     vision: Any = None
-    """`VisionTower` that computes the embeddings of images, or None."""
+    """`VisionTower` or `QwenVisionTower` that computes the embeddings of images, or None."""
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """Storage paths of the frozen parameters."""
     num_streams: int = 1

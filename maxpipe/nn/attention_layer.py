@@ -22,7 +22,7 @@ from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel import scopes
-from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT
+from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT, ROTARY_POSITIONS
 from maxpipe.parallel.collectives import (
     FULL_SEGMENT_IDS,
     full_sequence_length,
@@ -55,6 +55,21 @@ def rotary_frequencies(
         unscaled = _scaled_frequencies(plain, head_dim, context)
         frequencies = jnp.where(context.number(rope.scaled) > 0, frequencies, unscaled)
     return frequencies * context.number(rope.enabled) if rope.enabled else frequencies
+
+
+def rotary_positions(
+    rope: attention.Rope, inputs: Mapping[str, Any], num_pairs: int
+) -> Int[Array, "B T"] | Int[Array, "B T pairs"]:
+    """Return the positions by which tokens are rotated: one position per token, or one per pair of
+    dims if the batch has 3-D positions.
+    """
+    if not rope.sections or ROTARY_POSITIONS not in inputs:
+        return inputs["positions"]
+    pairs = np.arange(num_pairs)
+    dims = np.zeros(num_pairs, np.int32)
+    for dim in (1, 2):
+        dims[(pairs % 3 == dim) & (pairs < 3 * rope.sections[dim])] = dim
+    return inputs[ROTARY_POSITIONS][..., dims]
 
 
 def rotary_length(rope: attention.Rope, context: LayerContext) -> float | Float[Array, ""]:
@@ -155,7 +170,7 @@ def _yarn(
 @jax.named_scope(scopes.part(scopes.ROTARY))
 def rotate(
     x: Float[Array, "B T N H"],
-    positions: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | Int[Array, "B T half"],
     frequencies: Float[Array, " half"],
     length: float | Float[Array, ""] = 1.0,
     backend: str = "xla",
@@ -164,11 +179,12 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Rotate each pair of dims (i, i + half) by its token's angle; leave all other dims unchanged.
 
-    If `interleaved` is set, the pairs are (2i, 2i + 1). The rotated dims are scaled by `length`. On
-    TPU, a matmul with a permutation matrix swaps the dims of each pair, which is five times faster
-    than moving data between lanes.
+    `positions` can contain one position per pair. If `interleaved` is set, the pairs are (2i,
+    2i + 1). The rotated dims are scaled by `length`. On TPU, a matmul with a permutation matrix
+    swaps the dims of each pair, which is five times faster than moving data between lanes.
     """
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    by_pair = positions if positions.ndim == 3 else positions[..., None]
+    angles = by_pair.astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
     if not isinstance(length, float) or length != 1.0:
         cos, sin = cos * length, sin * length
@@ -281,7 +297,7 @@ class Attention(SpecModule):
         heads, kv_heads = (None, None, "heads", "head_dim"), (None, None, "kv_heads", "head_dim")
         rotate_heads = partial(
             rotate,
-            positions=positions,
+            positions=rotary_positions(part.rope, context.inputs, len(frequencies)),
             frequencies=frequencies,
             length=rotary_length(part.rope, context),
             backend=part.backend,

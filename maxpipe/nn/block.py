@@ -149,6 +149,11 @@ class Block(nnx.Module):
             context.record(f"residual.{branch.name}", x)
         if self.layer_type.output_scale is not None:
             x = self.output(x)
+        if names := self.layer_type.added_arrays:
+            arrays = [carried[name] for name in names]
+            x = split.split_tokens(x + arrays[0])
+            shifted = [*arrays[1:], jnp.zeros_like(arrays[0])]
+            carried |= dict(zip(names, shifted, strict=True))
         if carried:
             parts = [self._whole(part, split) for part in (x, *carried.values())]
             x = self._whole(jnp.concatenate(parts, axis=-1), split)

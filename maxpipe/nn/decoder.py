@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float, Int, Key, UInt8
+from jaxtyping import Float, Int, Key
 
 from maxpipe.models import spec
 from maxpipe.models.config import ModelConfig
@@ -32,7 +32,7 @@ from maxpipe.nn.hyper_connections import spread
 from maxpipe.nn.module import LayerContext, Output, make_quantizer
 from maxpipe.nn.vision import image_embeddings
 from maxpipe.parallel import stochastic_rounding
-from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT, IMAGES
+from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT, IMAGES, image_arrays
 from maxpipe.parallel.collectives import Statistic, local_positions
 from maxpipe.parallel.image_splice import splice_images
 from maxpipe.parallel.sharding import AxisRules, shard_embeddings_by_batch
@@ -281,18 +281,17 @@ class Decoder:
         """
         x = self.embed(params["embedding"], batch["tokens"])
         if IMAGES in batch:
-            features = self.image_features(params, batch[IMAGES])
+            features = self.image_features(params, image_arrays(batch))
             x = splice_images(x, features, batch[IMAGE_TOKENS_LEFT])
         return x
 
-    def image_features(
-        self, params: Params, images: UInt8[Array, "B N S S 3"]
-    ) -> Float[Array, "B F D"]:
+    def image_features(self, params: Params, images: Params) -> Float[Array, "B N K F"]:
         """Return the embeddings of all images of each sequence, in the compute dtype."""
-        tower, (rows, count) = self.model.ends.vision, images.shape[:2]
-        flat = images.reshape(rows * count, *images.shape[2:])
+        rows, count = images[IMAGES].shape[:2]
+        flat = jax.tree.map(lambda array: array.reshape(rows * count, *array.shape[2:]), images)
+        tower = self.model.ends.vision
         features = image_embeddings(tower, params[VISION], flat, self._dtype)
-        return features.reshape(rows, count * tower.tokens_per_image, -1)
+        return features.reshape(rows, count, *features.shape[1:])
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """Return the input of the first layer: token embeddings in the compute dtype, copied to all

@@ -78,7 +78,7 @@ class StepGradients(NamedTuple):
     """Losses and target counts, summed separately for each data source. None if all sequences come
     from one source.
     """
-    image_features: Float[Array, "B F D"] | None = None
+    image_features: Float[Array, "B N K F"] | None = None
     """Gradient of the batch array `image_features`, sharded like the batch, or None."""
 
 

@@ -23,7 +23,7 @@ from maxpipe.pipeline.slots import read_slot, write_slot
 class ImageInputs:
     """Image embeddings of all microbatches on this device."""
 
-    features: Float[jax.Array, "M B F D"]
+    features: Float[jax.Array, "M B N K F"]
     tokens_left: Int[jax.Array, "M B T"]
     """Number of tokens of an image from each of its tokens to its last token; 0 for text."""
     trainable: bool
@@ -46,7 +46,7 @@ class ImageInputs:
         index = jnp.maximum(microbatch, 0)
         return splice_images(x, read_slot(self.features, index), read_slot(self.tokens_left, index))
 
-    def zeros(self) -> Float[jax.Array, "M B F D"] | None:
+    def zeros(self) -> Float[jax.Array, "M B N K F"] | None:
         """Return zeros for the gradient of `features`, or None if it is not computed."""
         return mark_varying(jnp.zeros_like(self.features)) if self.trainable else None
 
@@ -59,11 +59,11 @@ class ImageInputs:
 
     def accumulate(
         self,
-        total: Float[jax.Array, "M B F D"],
+        total: Float[jax.Array, "M B N K F"],
         cotangent: Float[jax.Array, "B T D"],
         microbatch: Int[jax.Array, ""],
         exists: Any,
-    ) -> Float[jax.Array, "M B F D"]:
+    ) -> Float[jax.Array, "M B N K F"]:
         """Write the cotangent of a microbatch's image embeddings, if the microbatch exists."""
         index = jnp.maximum(microbatch, 0)
         left = read_slot(self.tokens_left, index)
@@ -73,8 +73,8 @@ class ImageInputs:
         return write_slot(total, index, jnp.where(exists, own, read_slot(total, index)))
 
     def finish(
-        self, total: Float[jax.Array, "M B F D"], *, in_prologue: bool
-    ) -> Float[jax.Array, "rows F D"]:
+        self, total: Float[jax.Array, "M B N K F"], *, in_prologue: bool
+    ) -> Float[jax.Array, "rows N K F"]:
         """Return the gradient of `features` for all sequences of this device.
 
         With prologue layers, the stage that ran a microbatch in its round has its gradient.

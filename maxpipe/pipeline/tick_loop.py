@@ -124,7 +124,7 @@ class Gradients(NamedTuple):
     prologue: Tree
     mtp: Tree
     images: jax.Array | None = None
-    """Gradient of the image embeddings `[M, B, F, D]`, in their dtype."""
+    """Gradient of the image embeddings `[M, B, N, K, F]`, in their dtype."""
 
 
 class Buffers(NamedTuple):

@@ -363,7 +363,8 @@ def image_bytes(sizes: Sizes) -> float:
     count, tower = sizes.config.data.max_images_per_sequence, sizes.model.ends.vision
     if not count or tower is None:
         return 0.0
-    tokens = 4 * sizes.config.train.sequence_length
+    # The number of remaining image tokens, and three positions for images of different sizes.
+    tokens = (16 if tower.has_grids else 4) * sizes.config.train.sequence_length
     return float(sizes.batch.per_device * (count * math.prod(tower.image_shape) + tokens))
 
 
@@ -377,7 +378,7 @@ def vision_bytes(sizes: Sizes) -> float:
     if not count or tower is None:
         return 0.0
     itemsize = sizes.activations.itemsize
-    embeddings = itemsize * count * tower.tokens_per_image * tower.d_model
+    embeddings = itemsize * count * tower.tokens_per_image * tower.feature_width
     trained = sizes.trained.vision_elements(whole=True)
     total = float(sizes.batch.per_device * embeddings * (2 if trained else 1))
     stored = 4 if trained else BYTES[sizes.config.model.param_dtype]

@@ -43,7 +43,6 @@ from maxpipe.config.sections.model import FAMILY
 from maxpipe.errors import Code, ConfigError, Problem, StorageError
 from maxpipe.huggingface.folder import (
     PREFIX,
-    WITHOUT_MTP,
     HuggingFaceFolder,
     folder_of,
 )
@@ -54,6 +53,7 @@ from maxpipe.huggingface.upcycle import has_experts
 from maxpipe.io.typed_json import check_type
 from maxpipe.models.adapters import DOWN, LENGTH, UP
 from maxpipe.models.config import AdapterConfig, ModelConfig, num_unquantized_layers
+from maxpipe.models.huggingface import WITHOUT_MTP
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
 from maxpipe.step.step import Steps

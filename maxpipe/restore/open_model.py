@@ -24,7 +24,8 @@ from maxpipe.data.chat_spec import ChatSpec, apply_chat_spec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, suggest_tokenizer_action
 from maxpipe.errors import Code, ConfigError, Problem, StorageError
 from maxpipe.huggingface.config_json import lines
-from maxpipe.huggingface.folder import WITHOUT_MTP, open_folder
+from maxpipe.huggingface.folder import open_folder
+from maxpipe.models.huggingface import WITHOUT_MTP
 from maxpipe.optim.state_spec import EMA
 from maxpipe.pipeline.weights import replace_subtree
 from maxpipe.restore.initial_weights import (

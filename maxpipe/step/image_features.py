@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 
+from maxpipe.models.layers.qwen_vision import QwenVisionTower
 from maxpipe.models.layers.vision import VISION, VisionTower
 from maxpipe.nn.vision import image_embeddings
-from maxpipe.parallel.batch_arrays import IMAGE_FEATURES, IMAGES
+from maxpipe.parallel.batch_arrays import IMAGE_FEATURES, image_arrays, without_images
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC, reshard
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
@@ -33,7 +34,7 @@ _EVERYWHERE = PartitionSpec()
 class ImageFeatures:
     """Computation of image embeddings and of the gradients of the vision tower on a mesh."""
 
-    tower: VisionTower
+    tower: VisionTower | QwenVisionTower
     max_images: int
     """Number of images per sequence in a batch."""
     mesh: Mesh
@@ -47,25 +48,24 @@ class ImageFeatures:
     def add_to(self, params: Tree, batch: Tree) -> Tree:
         """Return the batch with image embeddings in place of images."""
         run = self._shard_map(self._embed, (_EVERYWHERE, BATCH_SPEC), BATCH_SPEC)
-        others = {name: array for name, array in batch.items() if name != IMAGES}
-        return others | {IMAGE_FEATURES: run(_gathered(params[VISION]), batch[IMAGES])}
+        features = run(_gathered(params[VISION]), image_arrays(batch))
+        return without_images(batch) | {IMAGE_FEATURES: features}
 
-    def gradients(self, params: Tree, batch: Tree, cotangent: Float[jax.Array, "B F D"]) -> Tree:
+    def gradients(self, params: Tree, batch: Tree, cotangent: Float[jax.Array, "B N K F"]) -> Tree:
         """Return the float32 gradients of the trainable parameters of the tower, given the gradient
         of the image embeddings.
         """
         specs = (_EVERYWHERE, BATCH_SPEC, BATCH_SPEC)
         run = self._shard_map(self._differentiate, specs, _EVERYWHERE)
-        found = run(_gathered(params[VISION]), batch[IMAGES], cotangent)
+        found = run(_gathered(params[VISION]), image_arrays(batch), cotangent)
         return reshard(found, self.gradient_specs)
 
     def abstract_features(self, batch: Tree) -> Tree:
         """Return the shapes of a batch with image embeddings in place of images."""
-        rows, shape = len(batch["tokens"]), (self.max_images * self.tower.tokens_per_image,)
-        others = {name: array for name, array in batch.items() if name != IMAGES}
-        sharding = batch["tokens"].sharding
-        shape = (rows, *shape, self.tower.d_model)
-        return others | {IMAGE_FEATURES: jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding)}
+        tower, tokens = self.tower, batch["tokens"]
+        shape = (len(tokens), self.max_images, tower.tokens_per_image, tower.feature_width)
+        features = jax.ShapeDtypeStruct(shape, self.dtype, sharding=tokens.sharding)
+        return without_images(batch) | {IMAGE_FEATURES: features}
 
     def _shard_map(self, run: Callable[..., Tree], in_specs: Tree, out_specs: Tree) -> Callable:
         return jax.shard_map(
@@ -85,20 +85,19 @@ class ImageFeatures:
         start = lax.axis_index(self._sharing_axes) * size
         return lax.dynamic_slice_in_dim(jnp.pad(array, padding), start, size, 0)
 
-    def _embed(
-        self, params: Tree, images: UInt8[jax.Array, "B N S S 3"]
-    ) -> Float[jax.Array, "B F D"]:
-        flat = images.reshape(-1, *images.shape[2:])
-        own = image_embeddings(self.tower, params, self._share(flat), self.dtype)
-        found = lax.all_gather(own, self._sharing_axes, axis=0, tiled=True)[: len(flat)]
-        return found.reshape(len(images), -1, found.shape[-1])
+    def _embed(self, params: Tree, images: Tree) -> Float[jax.Array, "B N K F"]:
+        flat = jax.tree.map(_merge_sequences, images)
+        own = image_embeddings(self.tower, params, jax.tree.map(self._share, flat), self.dtype)
+        features = lax.all_gather(own, self._sharing_axes, axis=0, tiled=True)
+        rows = len(jax.tree.leaves(images)[0])
+        return features[: rows * self.max_images].reshape(rows, -1, *features.shape[1:])
 
     def _differentiate(
-        self, params: Tree, images: Any, cotangent: Float[jax.Array, "B F D"]
+        self, params: Tree, images: Tree, cotangent: Float[jax.Array, "B N K F"]
     ) -> Tree:
-        flat = images.reshape(-1, *images.shape[2:])
-        own = self._share(flat)
-        seed = self._share(cotangent.reshape(len(flat), -1, cotangent.shape[-1]))
+        own, seed = jax.tree.map(
+            lambda array: self._share(_merge_sequences(array)), (images, cotangent)
+        )
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
 
         def run(trained: Tree) -> jax.Array:
@@ -108,6 +107,11 @@ class ImageFeatures:
         _, pull = jax.vjp(run, select_trainable(wide, self.trainable))
         (found,) = pull(seed.astype(self.dtype))
         return jax.tree.map(lambda leaf: lax.psum(leaf, self.mesh.axis_names), found)
+
+
+def _merge_sequences(array: jax.Array) -> jax.Array:
+    """Merge the dims of sequences and of images."""
+    return array.reshape(-1, *array.shape[2:])
 
 
 def _gathered(params: Tree) -> Tree:

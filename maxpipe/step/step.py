@@ -36,7 +36,12 @@ from maxpipe.nn.decoder import MTP
 from maxpipe.optim.guard import MOMENTUM, check_step, select_update
 from maxpipe.optim.update import Optimizer, OptState
 from maxpipe.parallel import scopes
-from maxpipe.parallel.batch_arrays import IMAGE_TOKENS_LEFT, IMAGES
+from maxpipe.parallel.batch_arrays import (
+    IMAGE_GRIDS,
+    IMAGE_TOKENS_LEFT,
+    IMAGES,
+    ROTARY_POSITIONS,
+)
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC, auto_sharded, is_on_host, reshard, reshard_like
 from maxpipe.pipeline import mtp
@@ -226,8 +231,15 @@ class Steps(StateLayout):
     ) -> dict[str, jax.ShapeDtypeStruct]:
         if (images := self.images) is None:
             return {}
-        pixels = (shape[0], images.max_images, *images.tower.image_shape)
-        return {IMAGES: array(pixels, jnp.uint8), IMAGE_TOKENS_LEFT: array(shape, jnp.int32)}
+        count = (shape[0], images.max_images)
+        arrays = {
+            IMAGES: array((*count, *images.tower.image_shape), jnp.uint8),
+            IMAGE_TOKENS_LEFT: array(shape, jnp.int32),
+        }
+        if images.tower.has_grids:
+            arrays[IMAGE_GRIDS] = array((*count, 2), jnp.int32)
+            arrays[ROTARY_POSITIONS] = array((*shape, 3), jnp.int32)
+        return arrays
 
     # Compiled functions.
 

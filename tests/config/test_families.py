@@ -20,7 +20,7 @@ from maxpipe.config.schema import (
     upgrade_config,
     upgrade_setting,
 )
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.llama import LlamaConfig
 from tests.errors import raises, without_codes
@@ -220,3 +220,23 @@ def test_former_names_of_list_keys_in_overrides(former: str) -> None:
 def test_duplicate_keys_in_override_are_rejected(override: str, key: str) -> None:
     with raises(ConfigError, key):
         load([*LLAMA, override])
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "rule"),
+    [
+        ("qwen3.max_pixels=100", "qwen3.max_pixels", "at least 65536"),
+        ("qwen3.num_vision_heads=5", "qwen3.num_vision_heads", "multiple of 4 dims"),
+        ("qwen3.num_position_embeddings=10", "qwen3.num_position_embeddings", "square number"),
+        ("qwen3.deepstack_visual_indexes=[5,3]", "qwen3.deepstack_visual_indexes", "increasing"),
+        ("qwen3.deepstack_visual_indexes=[24]", "qwen3.deepstack_visual_indexes", "0 to 23"),
+        ("qwen3.mrope_section=[24]", "qwen3.mrope_section", "three numbers"),
+        ("qwen3.image_token_id=151936", "qwen3.image_token_id", "less than model.vocab_size"),
+        ("mtp_heads=1", "mtp_heads", "cannot predict images"),
+    ],
+)
+def test_invalid_vision_keys_are_errors(setting: str, key: str, rule: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(["qwen3-vl-4b", "train.steps=1", f"model.{setting}"])
+    found = next(each for each in error.value.problems if each.where.endswith(f"model.{key}"))
+    assert found.code == Code.MODEL_IMAGES and rule in found.rule

@@ -340,9 +340,9 @@ def test_spans_move_with_the_tokens_of_images(tokenizer: Path, tmp_path: Path) -
     assert image is not None
     text = "ab<start_of_image>cd<start_of_image>ef"
     spans = [(0, 2), (text.index("cd"), text.index("cd") + 2), (text.index("ef"), len(text))]
-    found = expand_image_tokens(text, spans, 2, image, opened.special_tokens)
+    found = expand_image_tokens(text, spans, [PER_IMAGE] * 2, image, opened.special_tokens)
     assert [found.text[a:b] for a, b in found.spans] == ["ab", "cd", "ef"]
     ids = opened.encode_chat(found.text)
-    assert (image_tokens_left(ids, image, 2) > 0).sum() == 2 * PER_IMAGE
+    assert (image_tokens_left(ids, image, [PER_IMAGE] * 2) > 0).sum() == 2 * PER_IMAGE
     with pytest.raises(BadImage):
-        image_tokens_left(ids, image, 1)
+        image_tokens_left(ids, image, [PER_IMAGE])

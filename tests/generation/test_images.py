@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
+from maxpipe.config.image_format import PatchFormat
+from maxpipe.data.image_grids import rotary_positions
 from maxpipe.generation.completions import GenerationLimits, Prompt, batch_shape
 from maxpipe.generation.decoding import DecodeEngine, DecodeShape, PromptImages, Sampling
+from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules, auto_mesh
 from tests.pipeline.test_images import TOWER, case_of
+from tests.pipeline.test_qwen_images import QWEN3_5, QWEN3_VL
+from tests.pipeline.test_qwen_images import case_of as qwen_case
 
 NEW, K = 4, TOWER.tokens_per_image
 
@@ -35,9 +41,16 @@ def make_prompts() -> list[Prompt]:
     return prompts
 
 
-def greedy(decoder: Decoder, params: Any, prompt: Prompt) -> list[int]:
+class Generated(NamedTuple):
+    """Tokens of each sequence, and their log-probabilities."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+
+def greedy(decoder: Decoder, params: Any, prompt: Prompt) -> Generated:
     """Return the most likely tokens after a prompt, computed without a cache."""
-    ids = list(prompt.ids)
+    ids, logprobs = list(prompt.ids), list[float]()
     for _ in range(NEW):
         count = len(ids)
         batch: dict[str, Any] = {
@@ -50,23 +63,45 @@ def greedy(decoder: Decoder, params: Any, prompt: Prompt) -> list[int]:
             left[: len(prompt.images.tokens_left)] = prompt.images.tokens_left
             arrays = {"images": prompt.images.pixels[None], "image_tokens_left": left[None]}
             batch |= arrays
+            if prompt.images.grids is not None and prompt.images.rotary_positions is not None:
+                rotary = prompt.images.rotary_positions
+                more = rotary[-1] + np.arange(1, count - len(rotary) + 1)[:, None]
+                batch["image_grids"] = prompt.images.grids[None]
+                batch["rotary_positions"] = np.concatenate([rotary, more])[None]
         placed = jax.tree.map(jax.numpy.asarray, batch)
-        ids.append(int(decoder.apply(params, placed)[0, -1].argmax()))
-    return ids[len(prompt.ids) :]
+        scores = jax.nn.log_softmax(decoder.apply(params, placed)[0, -1])
+        ids.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()))
+    return Generated(np.array(ids[len(prompt.ids) :]), np.array(logprobs))
 
 
-@pytest.mark.parametrize("axes", [{}, {"ici_fsdp": 2, "ici_tensor": 2}])
-def test_images_in_prompts(axes: dict[str, Any]) -> None:
-    config = dataclasses.replace(case_of().model, num_layers=3)
+def make_qwen_prompts() -> list[Prompt]:
+    """Return prompts as `make_prompts` does, with images of different sizes."""
+    form = PatchFormat(2, 2, 16, 96, 0)
+    random, prompts = np.random.default_rng(5), []
+    layouts: tuple[tuple[int, dict[int, tuple[int, int]]], ...]
+    layouts = ((19, {2: (4, 6), 10: (2, 8)}), (6, {}), (9, {3: (2, 4)}))
+    for number, (length, placed) in enumerate(layouts):
+        ids = random.integers(0, TOWER.image_token_id, length)
+        left = np.zeros(length, np.int32)
+        for begin, (height, width) in placed.items():
+            count = height * width // 4
+            ids[begin : begin + count] = TOWER.image_token_id
+            left[begin : begin + count] = np.arange(count, 0, -1)
+        pixels = random.integers(0, 256, (len(placed), 24, 2, 2, 3), np.uint8)
+        grids = np.array(list(placed.values()), np.int32).reshape(-1, 2)
+        images = PromptImages(pixels, left, grids, rotary_positions(left, grids, form))
+        prompts.append(Prompt(number, "", ids.tolist(), images if placed else None))
+    return prompts
+
+
+def decode(config: ModelConfig, prompts: list[Prompt], **axes: int) -> tuple[Generated, Generated]:
+    """Return the greedy tokens of the decode engine and of the plain decoder."""
     mesh_config = MeshConfig(**axes)  # type: ignore[arg-type]
-    count = 1
-    for size in axes.values():
-        count *= size
-    mesh = auto_mesh(build_mesh(mesh_config, jax.devices()[:count]))
+    mesh = auto_mesh(build_mesh(mesh_config, jax.devices()[: math.prod(axes.values())]))
     decoder = Decoder(config, AxisRules.from_config(mesh_config))
     plain = Decoder(config, AxisRules.from_config(MeshConfig()))
     params = jax.jit(plain.init)(jax.random.key(3))
-    prompts = make_prompts()
     engine = DecodeEngine(decoder, mesh, Sampling(temperature=0.0), seed=0)
     limits = GenerationLimits(NEW, 64)
     size = batch_shape(prompts, limits, engine.batch_multiple)
@@ -76,9 +111,25 @@ def test_images_in_prompts(axes: dict[str, Any]) -> None:
     ids = [prompt.ids for prompt in prompts]
     images = [prompt.images for prompt in prompts]
     steps = engine.run(placed, ids, [0, 1, 2], size, None, images)
-    found = np.array([tokens[:3] for tokens, _ in steps]).T
+    tokens, logprobs = (np.array(each)[:, :3].T for each in zip(*steps, strict=True))
     wanted = [greedy(plain, params, prompt) for prompt in prompts]
-    np.testing.assert_array_equal(found, wanted)
+    return Generated(tokens, logprobs), Generated(*map(np.stack, zip(*wanted, strict=True)))
+
+
+@pytest.mark.parametrize("axes", [{}, {"ici_fsdp": 2, "ici_tensor": 2}])
+def test_images_in_prompts(axes: dict[str, Any]) -> None:
+    config = dataclasses.replace(case_of().model, num_layers=3)
+    found, wanted = decode(config, make_prompts(), **axes)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=1e-4)
+
+
+@pytest.mark.parametrize("own", [QWEN3_5, QWEN3_VL], ids=["qwen3_5", "qwen3"])
+def test_images_of_different_sizes(own: Any) -> None:
+    config = qwen_case(own=own).model
+    found, wanted = decode(config, make_qwen_prompts(), ici_tensor=2)
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=1e-4)
 
 
 def test_prompts_without_images_are_prefilled_in_chunks() -> None:

@@ -18,7 +18,7 @@ from maxpipe.huggingface.folder import HuggingFaceFolder, open_folder
 from maxpipe.huggingface.import_ import import_folder
 from maxpipe.models.param_names import unflatten
 from maxpipe.nn.decoder import Decoder, cross_entropy
-from maxpipe.nn.vision import normalize_image
+from maxpipe.nn.vision_layers import normalize_image
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 from tests.data.conversations import GEMMA, IMAGE_TOKENS, make_tokenizer

@@ -18,7 +18,7 @@ from maxpipe.huggingface import folder as folder_module
 from maxpipe.huggingface import import_
 from maxpipe.huggingface.export import export
 from maxpipe.huggingface.folder import open_folder
-from maxpipe.huggingface.tensor_layouts import canonical
+from maxpipe.huggingface.tensor_layouts import canonical, composite_name
 from tests.huggingface import maker
 
 Change = Callable[[maker.Tensors], maker.Tensors]
@@ -233,7 +233,7 @@ def test_parts_with_wrong_shapes_are_rejected(
 def test_canonical_strips_only_known_tool_prefixes() -> None:
     assert canonical("model.norm.weight") == canonical("norm.weight") == "model.norm.weight"
     assert canonical("base_model.model.lm_head.weight") == "lm_head.weight"
-    for name in ("vision_tower.layers.0.x", "mtp.layers.0.x", "model.visual.norm.weight", "score"):
+    for name in ("vision_tower.layers.0.x", "mtp.layers.0.x", "visual.norm.weight", "score"):
         assert canonical(name) == name
 
 
@@ -389,3 +389,16 @@ def test_folder_without_weights_reports_other_files(
     with pytest.raises(ConfigError) as caught:
         open_folder(str(tmp_path))
     assert reason in str(caught.value)
+
+
+def test_names_in_composite_models_with_one_prefix() -> None:
+    """Qwen3-VL and Qwen3.5 store the tower and the language model below `model`."""
+    names = {
+        "model.layers.0.mlp.up_proj.weight": "model.language_model.layers.0.mlp.up_proj.weight",
+        "model.norm.weight": "model.language_model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+        "visual.merger.norm.bias": "model.visual.merger.norm.bias",
+    }
+    for ours, published in names.items():
+        assert composite_name(ours, is_nested=True) == published
+        assert canonical(published) == ours

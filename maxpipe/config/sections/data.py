@@ -547,7 +547,7 @@ def _images_have_a_tower(config: Config) -> Iterator[RuleViolation]:
             Code.MODEL_IMAGES,
             _IMAGES,
             "requires a model with a vision tower.",
-            f"Set {_IMAGES}=0, or set model.family=gemma3 and model.gemma3.num_vision_layers=27.",
+            f"Set {_IMAGES}=0, or use a model with images, such as gemma3-4b-images.",
         )
 
 

@@ -104,6 +104,11 @@ class Rope:
     (NoPE, arXiv:2305.19466). If empty, all layers have rotary positions."""
     interleaved: bool = False
     """Whether the dims of a pair are adjacent, instead of half of the rotated dims apart."""
+    sections: tuple[int, ...] = ()
+    """Numbers of pairs that temporal, vertical and horizontal positions rotate (interleaved MRoPE,
+    arXiv:2511.21631). Pair 3i + 1 uses vertical positions if i is below the second number, pair
+    3i + 2 horizontal positions if i is below the third, and all others temporal positions. An
+    empty tuple means that tokens have one position."""
 
 
 @dataclass(frozen=True)

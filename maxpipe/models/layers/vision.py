@@ -65,6 +65,16 @@ class VisionTower:
         return round(self.tokens_per_image**0.5)
 
     @property
+    def feature_width(self) -> int:
+        """Return the width of an image embedding."""
+        return self.d_model
+
+    @property
+    def has_grids(self) -> bool:
+        """Return whether images have different sizes, and tokens have 3-D positions."""
+        return False
+
+    @property
     def image_shape(self) -> tuple[int, int, int]:
         """Return the shape of an image: height, width and channels."""
         return (self.image_size, self.image_size, CHANNELS)
