@@ -78,7 +78,7 @@ def _scan_pieces(
     shape = len(segments), *part.state_shape
     effect = results[1].reshape(shape[0], -1, shape[-2], shape[-1] + part.transition_columns)
     effect = constrain(effect, _STATES, rules)
-    state = _states_before(effect, part.transition_columns, _auto_axes_of_heads(rules))
+    state: Any = _states_before(effect, part.transition_columns, _auto_axes_of_heads(rules))
     before = before._replace(state=state.reshape(shape))
     results = scan_chunks(rule, weights, inputs, segments, before)
     read = results[0]
@@ -179,7 +179,7 @@ def _states_before(
 def _states_before_forward(
     effect: Array, columns: int, axes: tuple[str, ...]
 ) -> tuple[Array, tuple[Array, Array]]:
-    states = _states_before(effect, columns, axes)
+    states: Any = _states_before(effect, columns, axes)
     return states, (_split(effect, columns)[1], states)
 
 

@@ -606,9 +606,14 @@ def test_mamba_layers_save_declared_activations(remat: str) -> None:
     check_saved_bytes(MAMBA2 | {"granite4": own}, remat, 16)
 
 
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+def test_kimi_delta_layers_save_declared_activations(remat: str) -> None:
+    check_saved_bytes(KIMI, remat, 32, sublayer="kda")
+
+
 @pytest.mark.parametrize("remat", keeping(["full", "names", "none"], 2))
 @pytest.mark.parametrize(
-    ("changes", "sublayer"), [(OLMO_HYBRID, "delta"), (KIMI, "delta"), (MAMBA2_DENSE, "mamba")]
+    ("changes", "sublayer"), [(OLMO_HYBRID, "delta"), (KIMI, "kda"), (MAMBA2_DENSE, "mamba")]
 )
 @pytest.mark.parametrize("tokens", keeping([128, 40], 0))
 def test_sharded_recurrent_layers_save_declared_activations(

@@ -115,10 +115,14 @@ class KimiDelta(Recurrent):
         size, chunk = self.head_dim, self.chunk
         block = min(chunk, BLOCK)
         needed = 3.0 * size * size
-        # Scores of queries and of keys: for each block size, half of the tokens with half of a
-        # block of BLOCK tokens or more. The other matmuls are those of `GatedDelta`.
-        pairs = block * math.log2(block) / 4 + (chunk - block) / 2
-        inside = 2 * size * pairs + 3 * chunk * size
+        # Scores of queries and of keys: each matmul of smaller blocks multiplies all tokens with
+        # BLOCK tokens, and larger blocks multiply half of the tokens with one block.
+        pairs = block * max(math.log2(block) - 1, 0) + (chunk - block / 2) / 2
+        # Sums of log decays: half of the tokens of each block until its end, the other half since
+        # its start, and all tokens of the chunk since the start and until the end.
+        sums = chunk - 1 + 2 * chunk
+        # The other matmuls are those of `GatedDelta`.
+        inside = size * (2 * pairs + sums + 3 * chunk)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
         computed = needed + inside + self.effect_products
         products = Products(self.num_heads, "heads", needed, computed)
