@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.nn.module import LayerContext
 
-_EMPTY_SEGMENT = -1
+EMPTY_SEGMENT = -1
 """Segment ID that marks positions before the start of a sequence."""
 
 Weights = Mapping[str, Array]
@@ -66,7 +66,7 @@ def empty_cache(mixed: Tree, width: int, state: tuple[int, ...]) -> RecurrentCac
     rows = first.shape[0]
     return RecurrentCache(
         jax.tree.map(lambda x: lax.full_like(x, 0, shape=(rows, width, *x.shape[2:])), mixed),
-        lax.full_like(first, _EMPTY_SEGMENT, jnp.int32, shape=(rows, width)),
+        lax.full_like(first, EMPTY_SEGMENT, jnp.int32, shape=(rows, width)),
         lax.full_like(first, 0, jnp.float32, shape=(rows, *state)),
     )
 
@@ -76,14 +76,30 @@ def cache_of(context: LayerContext, mixed: Tree, width: int, state: tuple[int, .
     return empty_cache(mixed, width, state) if context.cache is None else context.cache
 
 
+class StateUpdate(NamedTuple):
+    """Float32 arrays with which a chunk updates the state S:
+    `keep * S + key' (value - known S)`.
+    """
+
+    key: Float[Array, "*dims C dk"]
+    value: Float[Array, "*dims C dv"]
+    known: Float[Array, "*dims C dk"] | None
+    """Keys that read the values already stored in the state. If None, no values are read."""
+    keep: Float[Array, "*dims #dk"]
+    """Factors by which the rows of the state decay over the chunk."""
+
+
 @runtime_checkable
 class Recurrence(Protocol):
     """A recurrence over chunks of tokens. Instances are compared by value, as static arguments."""
 
-    step_weights: tuple[str, ...]
+    step_weights: ClassVar[tuple[str, ...]]
     """Names of the weights that `step` reads."""
 
-    part: Recurrent
+    @property
+    def part(self) -> Recurrent:
+        """Return the sublayer."""
+        ...
 
     def chunks(
         self, weights: Weights, inputs: Tree, segments: Array, before: RecurrentCache
@@ -95,6 +111,10 @@ class Recurrence(Protocol):
 
     def step(self, weights: Weights, state: Array, chunk: Tree) -> tuple[Array, Array]:
         """Return the state at the end of a chunk, and the chunk's output `[B, K, r, C, dv]`."""
+        ...
+
+    def state_updates(self, chunks: Tree) -> StateUpdate:
+        """Return the arrays of `chunks` that update the state."""
         ...
 
 
@@ -110,7 +130,7 @@ def scan_chunks(
     inputs: Tree,
     segments: Int[Array, "B T"],
     before: RecurrentCache,
-) -> tuple[Float[Array, "B T V dv"], Float[Array, "B K r dk dv"]]:
+) -> tuple[Float[Array, "B T V o"], Float[Array, "B K r dk dv"]]:
     """Return the output of a recurrence, and the state after the last token.
 
     The backward pass saves the arguments and the state before each chunk.
@@ -140,8 +160,8 @@ def _scan_backward(rule: Recurrence, saved: Any, cotangents: Any) -> Any:
 
     chunks, pull_chunks = jax.vjp(again, weights, inputs, before.tail)
     d_read, d_state = cotangents
-    _, heads, group, _, width = d_state.shape
-    d_read = d_read.reshape(*d_read.shape[:2], heads, group, width)
+    heads, group = d_state.shape[1:3]
+    d_read = d_read.reshape(*d_read.shape[:2], heads, group, d_read.shape[-1])
     d_read = cut(d_read, chunk_size(rule.part, segments.shape[1]))
     used = _step_weights(rule, weights)
 

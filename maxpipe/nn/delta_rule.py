@@ -128,6 +128,8 @@ def inverse_of_unit_lower(lower: Float[Array, "*dims C C"]) -> Float[Array, "*di
     This method is as stable as substitution and uses only matmuls.
     """
     size = lower.shape[-1]
+    if size == 1:
+        return jnp.ones_like(lower)
     place = jnp.arange(size)
     inverse, block = jnp.eye(size, dtype=lower.dtype), 1
     while block < size:

@@ -19,16 +19,16 @@ from jaxtyping import Float, Int
 from maxpipe.models.layers import gated_delta
 from maxpipe.nn.chunked_scan import (
     RecurrentCache,
+    StateUpdate,
     Weights,
-    cache_of,
     chunk_size,
     cut,
     decay_in_chunks,
     empty_cache,
-    scan_chunks,
 )
 from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.nn.recurrent_context import scan_sequences
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
@@ -59,16 +59,13 @@ class GatedDelta(SpecModule):
         x = split.gather_tokens(x)
         qkvz, ba = (self._projected(name, x, split) for name in ("qkvz", "ba"))
         mixed = qkvz[..., : part.mixed_size]
-        before = cache_of(context, mixed, part.kernel - 1, part.state_shape)
-        segments = context.inputs["segment_ids"]
         weights = {name: getattr(self, name)[...] for name in _NAMES}
-        results: Any = scan_chunks(_DeltaRule(part), weights, (qkvz, ba), segments, before)
-        read, state = results
+        rule = _DeltaRule(part)
+        read, cache = scan_sequences(rule, weights, (qkvz, ba), mixed, context, rules)
         read = checkpoint_name(constrain(read, (None, None, "heads", None), rules), "read")
         out = split.reduce_scatter_tokens(
             split.unsharded_matmul(read, self.out[...].astype(dtype), 2)
         )
-        cache = None if context.cache is None else before.append(mixed, segments, state)
         return Output(checkpoint_name(out, "delta_out"), cache=cache)
 
     def _projected(
@@ -113,6 +110,10 @@ class _DeltaRule:
         dtype = chunk.gate.dtype
         read = rms_norm(read.astype(dtype), weights["norm"], self.part.norm).astype(jnp.float32)
         return state, (read * jax.nn.silu(chunk.gate.astype(jnp.float32))).astype(dtype)
+
+    def state_updates(self, chunks: Chunk) -> StateUpdate:
+        """Return the arrays of `chunks` that update the state."""
+        return StateUpdate(chunks.key, chunks.value, chunks.known, chunks.keep)
 
     def chunks(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache

@@ -21,15 +21,15 @@ from jaxtyping import Float, Int
 from maxpipe.models.layers import kda
 from maxpipe.nn.chunked_scan import (
     RecurrentCache,
+    StateUpdate,
     Weights,
-    cache_of,
     chunk_size,
     cut,
     empty_cache,
-    scan_chunks,
 )
 from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.nn.recurrent_context import scan_sequences
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _HEADS = (None, None, "heads", None)
@@ -67,18 +67,15 @@ class KimiDelta(SpecModule):
         inputs = checkpoint_name(inputs, "kda_inputs")
         write = checkpoint_name(constrain(project("write", x), _HEADS[:3], rules), "kda_write")
         mixed = inputs[..., : part.mixed_size]
-        before = cache_of(context, mixed, part.kernel - 1, part.state_shape)
-        segments = context.inputs["segment_ids"]
         weights = {
             name: getattr(self, name)[...] for name in part.params if name not in part.projections
         }
-        results: Any = scan_chunks(_DeltaRule(part), weights, (inputs, write), segments, before)
-        read, state = results
+        rule = _DeltaRule(part)
+        read, cache = scan_sequences(rule, weights, (inputs, write), mixed, context, rules)
         read = checkpoint_name(constrain(read, _HEADS, rules), "state_read")
         out = split.reduce_scatter_tokens(
             split.unsharded_matmul(read, self.out[...].astype(dtype), 2)
         )
-        cache = None if context.cache is None else before.append(mixed, segments, state)
         return Output(checkpoint_name(out, "kda_out"), cache=cache)
 
     @staticmethod
@@ -115,6 +112,10 @@ class _DeltaRule:
         read = rms_norm(read, weights["norm"].astype(jnp.float32), self.part.norm)
         gate = jax.nn.sigmoid(chunk.gate.astype(jnp.float32))
         return state, (read * gate).astype(chunk.gate.dtype)
+
+    def state_updates(self, chunks: Chunk) -> StateUpdate:
+        """Return the arrays of `chunks` that update the state."""
+        return StateUpdate(chunks.key, chunks.value, chunks.known, chunks.keep)
 
     def chunks(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache

@@ -19,16 +19,16 @@ from jaxtyping import Float, Int
 from maxpipe.models.layers import mamba2
 from maxpipe.nn.chunked_scan import (
     RecurrentCache,
+    StateUpdate,
     Weights,
-    cache_of,
     causal_convolution,
     chunk_size,
     cut,
     decay_in_chunks,
     empty_cache,
-    scan_chunks,
 )
 from maxpipe.nn.module import LayerContext, Output, SpecModule
+from maxpipe.nn.recurrent_context import scan_sequences
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _CONVOLVED = ("value", "key", "query")
@@ -77,19 +77,16 @@ class Mamba2(SpecModule):
         shared = checkpoint_name(project("key", "query"), "key_query")
         step = checkpoint_name(constrain(project("time_step"), heads[:3], rules), "time_step")
         mixed = _mixed(part, inner, shared)
-        before = cache_of(context, mixed, part.kernel - 1, part.state_shape)
-        segments = context.inputs["segment_ids"]
         weights = {
             name: getattr(self, name)[...] for name in part.params if name not in _PROJECTIONS
         }
         inputs = (inner, shared, step)
-        results: Any = scan_chunks(_StateSpace(part), weights, inputs, segments, before)
-        read, state = results
+        rule = _StateSpace(part)
+        read, cache = scan_sequences(rule, weights, inputs, mixed, context, rules)
         read = checkpoint_name(constrain(read, heads, rules), "state_read")
         out = split.reduce_scatter_tokens(
             split.unsharded_matmul(read, self.out[...].astype(dtype), 2)
         )
-        cache = None if context.cache is None else before.append(mixed, segments, state)
         return Output(checkpoint_name(out, "mamba_out"), cache=cache)
 
     @staticmethod
@@ -145,6 +142,11 @@ class _StateSpace:
         scale = scale.reshape(self.part.num_groups, self.part.group, 1, self.part.head_dim)
         read = read * lax.rsqrt(square + self.part.norm.epsilon) * scale
         return state, read.astype(chunk.gate.dtype)
+
+    def state_updates(self, chunks: Chunk) -> StateUpdate:
+        """Return the arrays of `chunks` that update the state."""
+        key, keep = chunks.key[..., None, :, :], chunks.keep[..., None]
+        return StateUpdate(key, chunks.value, None, keep)
 
     def chunks(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache

@@ -17,7 +17,6 @@ from typing import Any
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import (
     has_experts,
-    has_sequential_layers,
     layer_parts,
     uses_ring,
 )
@@ -143,7 +142,7 @@ def _chunkings(config: Config, platform: str) -> Iterator[Config]:
 
 def context_sizes(config: Config, inside: int) -> list[int]:
     """Return the context-axis sizes that divide sequences evenly."""
-    if has_sequential_layers(config):
+    if config.model.mtp_heads:
         return [1]
     tokens = config.train.sequence_length
     return [1, *(size for size in _divisors(inside)[1:] if tokens % (2 * size) == 0)]
@@ -162,7 +161,7 @@ def _meshes(
         across = ("data",)
     elif not across:
         across = ["data", "fsdp", "stage", *(["expert"] if has_experts(config) else [])]
-        if config.train.batch_size < num_devices and not has_sequential_layers(config):
+        if config.train.batch_size < num_devices and not config.model.mtp_heads:
             across.append("context")
     tokens, described = config.train.sequence_length, Sizes(config)
     for sizes, axis in itertools.product(_slice_meshes(config, inside, contexts), across):

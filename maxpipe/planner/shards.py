@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from maxpipe.config.schema import Config
 from maxpipe.models.count import selection_words
-from maxpipe.models.spec import Dims, Model
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.recurrent import Recurrent
+from maxpipe.models.spec import Dims, Model, Part
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig, axis_table_with_sequence
 
 
@@ -192,3 +194,20 @@ class BatchShard:
         """
         words = selection_words(self.config.train.sequence_length, self.mesh.axes["context"])
         return self.microbatch_size * words
+
+
+@lru_cache(maxsize=64)
+def with_shards(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
+    """Return the model with its experts sharded over `shards` devices, and sequences sharded over
+    the context axis.
+
+    Every device holds `tokens` of the `whole` tokens in each of `rows` sequences. Calls with equal
+    arguments return the same object, so that results cached per object can be reused.
+    """
+
+    def divided(part: Part) -> Part:
+        if isinstance(part, Recurrent) and tokens < whole:
+            return part.with_shard(whole // tokens, tokens // 2)
+        return part.with_shards(shards, rows, tokens, whole) if isinstance(part, Experts) else part
+
+    return model.map_parts(divided)

@@ -35,7 +35,7 @@ from maxpipe.models.resolve_auto import resolved
 from maxpipe.models.spec import Dims, Held, LayerType, Model, Param, Part, Products, Scores
 from maxpipe.optim.state_spec import BYTES
 from maxpipe.parallel.axes import ContextAttention
-from maxpipe.planner.shards import BatchShard, MeshShards
+from maxpipe.planner.shards import BatchShard, MeshShards, with_shards
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import Schedule, balance_layers
 
@@ -606,20 +606,6 @@ def _unread_products(layer_type: LayerType) -> set[tuple[str, str]]:
     return set() if "shared_weight" in last.part.params else {(last.name, "shared_down")}
 
 
-@lru_cache(maxsize=64)
-def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
-    """Return the model with its experts sharded over `shards` devices.
-
-    Every device holds `tokens` of the `whole` tokens in each of `rows` sequences. Calls with equal
-    arguments return the same object, so that results cached per object can be reused.
-    """
-
-    def divided(part: Part) -> Part:
-        return part.with_shards(shards, rows, tokens, whole) if isinstance(part, Experts) else part
-
-    return model.map_parts(divided)
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Array sizes of a run with a resolved mesh, grouped by category."""
@@ -649,12 +635,12 @@ class Sizes:
 
     @cached_property
     def model(self) -> Model:
-        """Return the config's model spec, with the expert capacity of one device."""
+        """Return the config's model spec, with the expert capacity and tokens of one device."""
         described = describe(self.config.model)
         if not self.mesh.nontrivial_axes(("expert", "context")):
             return described
         whole, shards = self.config.train.sequence_length, self.mesh.axes["expert"]
-        return with_expert_shards(
+        return with_shards(
             described, shards, self.batch.microbatch_size, self.batch.tokens_per_sequence, whole
         )
 

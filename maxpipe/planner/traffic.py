@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from maxpipe.models.count import matrices_ahead
 from maxpipe.models.layers.experts import Experts
+from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.models.spec import Param, Scores
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, matrix_dims
 from maxpipe.parallel.axes import BLOCK_SIZES, axis_table
@@ -145,11 +146,13 @@ class LayerTraffic:
 
     @cached_property
     def exchanges(self) -> tuple[TokenExchange, ...]:
-        """Return the token exchanges of attention and expert layers."""
+        """Return the exchanges of attention, recurrent and expert layers."""
         exchanges = []
         for part in self.sizes.model.layer_types[self.name].parts.values():
             if isinstance(part, Experts):
                 exchanges += _expert_exchanges(self.sizes, part)
+            if isinstance(part, Recurrent):
+                exchanges += _state_exchanges(self.sizes, part)
             for operation in part.operations:
                 if isinstance(operation, Scores):
                     exchanges += _context_exchanges(self.sizes, operation)
@@ -331,6 +334,21 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
         sent = (context - 1) * method.share * size * keys
         once = CommVolume(axes, sent, len(scores.keys))
         yield TokenExchange(once, once, once)
+
+
+def _state_exchanges(sizes: Sizes, part: Recurrent) -> Iterator[TokenExchange]:
+    """Yield the exchange of the effects of all tokens on the state, and of the tokens before each
+    piece. The backward pass exchanges gradients of the same size.
+    """
+    axes, shard = sizes.mesh.nontrivial_axes(["context"]), part.shard
+    if not axes or shard is None:
+        return
+    elements, others = sizes.activations.elements, shard.devices - 1
+    effects = FLOAT32_BYTES * elements(part.effect_dims)
+    tokens = sizes.activations.itemsize * sum(map(elements, part.mixed_dims))
+    sent = others * (effects + min(part.kernel - 1, shard.tokens) * tokens) / shard.tokens
+    once = CommVolume(axes, sent, 1 + len(part.mixed_dims))
+    yield TokenExchange(once, once, once)
 
 
 # Experts sharded over the expert axis.

@@ -42,7 +42,7 @@ from maxpipe.parallel.mesh import BATCH_AXES, describe_mesh
 from maxpipe.planner.memory_terms import TERMS
 from maxpipe.planner.report import plan_values
 from maxpipe.planner.search import evaluate
-from maxpipe.planner.sizes import with_expert_shards
+from maxpipe.planner.shards import with_shards
 from maxpipe.posttrain.distill import TeacherSource, open_teacher_source
 from maxpipe.posttrain.reference_logprobs import PairReferences, needs_references
 from maxpipe.posttrain.rollouts import Rollouts
@@ -178,7 +178,7 @@ def _check_kernels(session: Session, steps: Steps) -> None:
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     rows = steps.shape[0] // shards // steps.train_schedule.num_microbatches
     tokens = steps.shape[1] // mesh.shape["context"]
-    sharded = with_expert_shards(model, mesh.shape["expert"], rows, tokens, steps.shape[1])
+    sharded = with_shards(model, mesh.shape["expert"], rows, tokens, steps.shape[1])
     checks = [
         attention_check(model, dtype, steps.shape[1]),
         expert_check(sharded, dtype, mesh.shape["tensor"], family, rows * tokens),

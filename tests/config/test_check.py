@@ -514,10 +514,12 @@ def test_rules_declare_the_keys_they_read():
 @pytest.mark.parametrize(
     "family", ["qwen3_next", "granite4", "nemotron_h", "kimi_linear", "olmo_hybrid"]
 )
-def test_recurrent_layers_reject_context_axis(family: str):
+def test_recurrent_layers_support_context_axis(family: str):
     sizes = ("model.num_kv_heads=8", "model.head_dim=96")  # valid for all families
-    with pytest.raises(ConfigError, match="its recurrent layers"):
-        load([BASE[0], "train.steps=1", f"model.family={family}", *sizes, "mesh.ici_context=2"])
+    loaded = load(
+        [BASE[0], "train.steps=1", f"model.family={family}", *sizes, "mesh.ici_context=2"]
+    )
+    assert loaded.config.mesh.ici_context == 2
 
 
 def test_axis_size():

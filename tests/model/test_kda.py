@@ -12,6 +12,7 @@ import pytest
 
 from maxpipe.models.layers import kda
 from maxpipe.models.layers.mlp import RMSNorm
+from maxpipe.models.spec import Products
 from maxpipe.nn.kda import KimiDelta, decay_since_start, decay_until_end, decayed_scores
 from tests.model.recurrent import Layer, Params
 from tests.nn.parts import RULES, with_values
@@ -69,6 +70,32 @@ LAYER = Layer(
 def test_chunked_form_equals_token_recurrence(chunk: int) -> None:
     layer = LAYER.with_part(chunk=chunk)
     layer.check_values_and_gradients(*layer.draw())
+
+
+def test_chunk_of_64_tokens_equals_token_recurrence() -> None:
+    """Blocks have 32 tokens, more than `kda.BLOCK`."""
+    layer = LAYER.with_part(chunk=64)
+    params, _ = layer.draw()
+    x, towards = (jax.random.normal(jax.random.key(seed), (1, 40, 10)) for seed in (2, 3))
+
+    def gradients(forward: Any, *arrays: Any) -> Any:
+        def loss(w: Params, x: jax.Array) -> Any:
+            out = forward(w, x)
+            return (out * arrays[2]).sum(), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(*arrays[:2])
+
+    segments = jnp.zeros((1, 40), jnp.int32)
+    found = gradients(lambda w, x: layer.run(w, x, segments)[0], params, x, towards)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (params, x, towards))
+        wanted = gradients(lambda w, x: recurrence(w, x[0], layer.part)[None], *wide)
+        wanted = jax.tree.map(np.asarray, wanted)
+    for (path, target), actual in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
+    ):
+        error = np.abs(actual - target).max() / np.abs(target).max()
+        assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -176,3 +203,30 @@ def test_initial_decay_rates_span_wide_range() -> None:
     lost = 1 - np.exp(-np.exp(w["decay"])[:, None] * np.log1p(np.exp(w["decay_bias"])))
     assert lost.min() < 0.01 and lost.max() > 0.5
     assert all(len({*row}) == 16 for row in lost)
+
+
+def num_products(jaxpr: Any) -> int:
+    """Return the number of multiply-adds in matmuls."""
+    count = 0
+    for equation in jaxpr.eqns:
+        for inner in equation.params.values():
+            count += num_products(inner.jaxpr) if hasattr(inner, "jaxpr") else 0
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            sizes = [equation.invars[0].aval.shape[dim] for dim in contracted]
+            count += math.prod(equation.outvars[0].aval.shape) * math.prod(sizes)
+    return count
+
+
+@pytest.mark.parametrize("chunk", [4, 16, 64])
+def test_declared_operations_equal_traced_matmuls(chunk: int) -> None:
+    layer = LAYER.with_part(chunk=chunk)
+    part, (params, _) = layer.part, layer.draw()
+    x = jnp.zeros((1, chunk, part.d_model))
+    traced = jax.make_jaxpr(lambda: layer.run(params, x, jnp.zeros((1, chunk), jnp.int32))[0])()
+    (products,) = (each for each in part.operations if isinstance(each, Products))
+    projections = sum(math.prod(part.params[name].shape) for name in part.projections)
+    # Both scores sum the decay of each block, which XLA computes once.
+    repeated = (chunk - 1) * part.head_dim
+    expected = part.num_heads * (products.computed + repeated) + projections
+    assert num_products(traced.jaxpr) == chunk * expected

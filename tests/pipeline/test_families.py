@@ -464,6 +464,41 @@ CASES = [
         fsdp=2,
         tensor=2,
     ),
+    # Recurrent states pass from one shard of a sequence to the next.
+    Case(
+        *(2, 1, 3),
+        own=KIMI,
+        epsilon=0.01,
+        layers=5,
+        schedule="zb_h1",
+        remat="none",
+        context=2,
+        tensor=2,
+        length=20,
+    ),
+    Case(2, 1, 3, own=NEXT, epsilon=0.01, layers=5, schedule="1f1b", remat="names", context=4),
+    Case(
+        *(2, 2, 4),
+        own=OLMO_HYBRID,
+        epsilon=1.0,
+        layers=7,
+        schedule="zb_v",
+        remat="names",
+        context=2,
+        data=2,
+    ),
+    Case(2, 2, 4, own=QWEN3_5, epsilon=0.1, layers=7, remat="chunk", context=2, idle="compute"),
+    Case(
+        *(2, 1, 3),
+        own=GRANITE4_MOE,
+        layers=5,
+        context=2,
+        tensor=2,
+        split="sequence",
+        dropout=0.3,
+        length=20,
+    ),
+    Case(2, 2, 3, own=NEMOTRON, layers=5, schedule="zb_v", remat="none", context=2, fsdp=2),
 ]
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jax.sharding import AxisType, PartitionSpec
 
 from maxpipe.config.load import from_dict, to_dict
 from maxpipe.config.schema import Config
@@ -24,7 +25,8 @@ from maxpipe.models.registry import describe
 from maxpipe.models.spec import Part
 from maxpipe.nn import decoder as decoder_module
 from maxpipe.nn.decoder import Decoder
-from maxpipe.parallel.mesh import AXES
+from maxpipe.parallel.collectives import FULL_SEGMENT_IDS, mark_varying
+from maxpipe.parallel.mesh import AXES, CONTEXT
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.remat import LayerConstants, differentiate_layer
 from maxpipe.planner import sizes as sizes_module
@@ -108,6 +110,36 @@ MAMBA2: dict[str, Any] = {
         "mamba_num_groups": 2,
         "mamba_state_dim": 7,
         "mamba_chunk_size": 16,
+    },
+}
+MAMBA2_DENSE = MAMBA2 | {"granite4": MAMBA2["granite4"] | {"num_experts": 0}}
+OLMO_HYBRID: dict[str, Any] = {
+    "num_layers": 7,
+    "family": "olmo_hybrid",
+    "olmo_hybrid": {
+        "attention_layers": [3],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 7,
+        "linear_value_head_dim": 11,
+        "gdn_chunk_size": 16,
+    },
+}
+KIMI: dict[str, Any] = {
+    "num_layers": 7,
+    "num_kv_heads": 6,
+    "family": "kimi_linear",
+    "kimi_linear": {
+        "attention_layers": [2, 5],
+        "num_dense_layers": 4,
+        "num_experts": 5,
+        "d_expert": 28,
+        "linear_num_heads": 3,
+        "linear_head_dim": 8,
+        "kda_chunk_size": 16,
+        "kv_lora_rank": 6,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 6,
     },
 }
 UNGATED: dict[str, Any] = {
@@ -197,7 +229,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
     ),
     (
-        MAMBA2 | {"granite4": MAMBA2["granite4"] | {"num_experts": 0}},
+        MAMBA2_DENSE,
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "remat": "none"},
     ),
@@ -457,26 +489,44 @@ def test_declared_parameters_match_initialized_model() -> None:
     assert found == {name: (each.shape, each.axes) for name, each in kind.params.items()}
 
 
-def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int, unused: int = 0) -> None:
-    """Compare traced and predicted saved bytes, with distinct sizes for every dim. `unused` are
-    predicted bytes of deferred weight gradients that the program does not save.
+def check_saved_bytes(
+    changes: dict[str, Any],
+    remat: str,
+    tokens: int,
+    unused: int = 0,
+    *,
+    context: int = 1,
+    sublayer: str = "",
+) -> None:
+    """Compare traced and predicted saved bytes, with distinct sizes for every dim.
+
+    `unused` are predicted bytes of deferred weight gradients that the program does not save. If
+    `sublayer` is set, only dense layers with this sublayer are compared.
     """
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "d_mlp": 34}
-    config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
+    mesh = {"ici_stage": 2, "ici_context": context}
+    config = config_of(unlike | changes, mesh, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
-    for kind in sizes.model.layer_types:
+    kinds = sizes.model.layer_types
+    if sublayer:
+        kinds = {name: kind for name, kind in kinds.items() if {sublayer, "mlp"} <= {*kind.parts}}
+    assert kinds
+    for kind in kinds:
         saved, predicted, deferred, predicted_deferred = measured(kind, config, sizes, decoder)
         assert (saved, deferred + unused) == (predicted, predicted_deferred)
 
 
 def measured(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> tuple[float, ...]:
     """Return the saved and the deferred bytes of a layer, each as traced and as predicted."""
-    tokens = config.train.sequence_length
-    dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.batch.microbatch_size, tokens)
+    tokens, context = config.train.sequence_length, config.mesh.ici_context
+    dtype, rows = jnp.dtype(config.model.compute_dtype), sizes.batch.microbatch_size
+    shape = (rows, tokens // context)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
     inputs["tokens"] = ids
+    if context > 1:
+        inputs[FULL_SEGMENT_IDS] = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
     seeds = {}
     if LOSS in sizes.model.losses:
         inputs["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -489,9 +539,14 @@ def measured(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> tuple
 
     def trace(*given: Any) -> None:
         layer, keep = decoder.layer(kind), make_remat_policy(config.pipeline, config.model)
-        found.append(differentiate_layer(layer, keep, *given, halves=True))
+        found.append(differentiate_layer(layer, keep, *mark_varying(given), halves=True))
 
-    jax.eval_shape(trace, weights, x, LayerConstants(inputs, jnp.int32(0), key, seeds))
+    with jax.set_mesh(jax.make_mesh((context,), (CONTEXT,), axis_types=(AxisType.Auto,))):
+        run = jax.shard_map(
+            trace, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names={CONTEXT}
+        )
+        constants = LayerConstants(inputs, jnp.int32(0), key, seeds)
+        jax.eval_shape(run if context > 1 else trace, weights, x, constants)
 
     def size(arrays: Any) -> int:
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
@@ -549,6 +604,23 @@ def test_layers_with_one_branch_save_declared_activations(attention: str, remat:
 def test_mamba_layers_save_declared_activations(remat: str) -> None:
     own = {**MAMBA2["granite4"], "num_experts": 0}
     check_saved_bytes(MAMBA2 | {"granite4": own}, remat, 16)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+def test_kimi_delta_layers_save_declared_activations(remat: str) -> None:
+    check_saved_bytes(KIMI, remat, 32, sublayer="kda")
+
+
+@pytest.mark.parametrize("remat", keeping(["full", "names", "none"], 2))
+@pytest.mark.parametrize(
+    ("changes", "sublayer"), [(OLMO_HYBRID, "delta"), (KIMI, "kda"), (MAMBA2_DENSE, "mamba")]
+)
+@pytest.mark.parametrize("tokens", keeping([128, 40], 0))
+def test_sharded_recurrent_layers_save_declared_activations(
+    tokens: int, changes: dict[str, Any], sublayer: str, remat: str
+) -> None:
+    """Pieces of a sequence have two chunks, or fewer tokens than a chunk."""
+    check_saved_bytes(changes, remat, tokens, context=2, sublayer=sublayer)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])

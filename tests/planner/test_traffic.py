@@ -36,6 +36,29 @@ EXPERTS: dict[str, Any] = {
     "family": "moe",
     "moe": {"num_experts": 8, "d_expert": 28, "num_dense_layers": 0},
 }
+DELTA: dict[str, Any] = {
+    "family": "olmo_hybrid",
+    "olmo_hybrid": {
+        "attention_layers": [3],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "gdn_chunk_size": 4,
+    },
+}
+MAMBA2: dict[str, Any] = {
+    "family": "granite4",
+    "granite4": {
+        "attention_layers": [3],
+        "num_experts": 0,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 32,
+        "mamba_chunk_size": 4,
+    },
+}
 MXFP8 = {"matmul": "mxfp8", "head_dim": 32, "d_model": 128}
 INT8 = {"matmul": "int8"}
 
@@ -86,6 +109,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"prologue_layers": 2, "remat": "names"},
     ),
     ({"num_layers": 8}, {"ici_stage": 2, "ici_context": 2}, {"repeats": 2}),
+    # Recurrent states.
+    (DELTA, {"ici_context": 2}, {}),
+    (DELTA, {"ici_context": 4}, {"remat": "none"}),
+    (MAMBA2, {"ici_stage": 2, "ici_context": 2}, {"schedule": "zb_h1", "remat": "names"}),
     (EXPERTS, {"ici_expert": 4}, {"remat": "names"}),
     (EXPERTS, {"ici_expert": 2, "ici_stage": 2}, {"remat": "none"}),
     (EXPERTS, {"ici_expert": 2, "ici_data": 2}, {"weight_gather": "step", "remat": "chunk"}),
@@ -134,7 +161,7 @@ def check_bytes(
     return counts, run
 
 
-@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 10, 18, 22), ids=str)
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 10, 15, 21, 25), ids=str)
 def test_predicted_traffic_matches_compiled_program(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:

@@ -23,7 +23,7 @@ from maxpipe.nn.expert_backends import dispatch, mosaic, ragged_dot, triton
 from maxpipe.parallel import tpu_kernels
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.planner.sizes import with_expert_shards
+from maxpipe.planner.shards import with_shards
 from maxpipe.train import expert_check as expert_check_module
 from maxpipe.train.expert_check import compare_exchanges, exchange_check, expert_check
 from maxpipe.train.kernel_check import check_kernels
@@ -73,7 +73,7 @@ def test_row_tiles_of_the_run_are_checked(
         return right * (1.1 if tiles.rows == wrong else 1.0)
 
     monkeypatch.setattr(ragged_dot, "grouped_matmul", run)
-    model = with_expert_shards(model_of("ragged_dot"), 1, 1, num_tokens, num_tokens)
+    model = with_shards(model_of("ragged_dot"), 1, 1, num_tokens, num_tokens)
     for wrong in (tile, 2 * tile):
         check = expert_check(model, "bfloat16", num_tokens=num_tokens)
         assert check.cases[0].endswith(f"tiles of {tile} rows")
@@ -95,7 +95,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def tpu_model(num_tokens: int) -> Model:
     own = MoeConfig(num_experts=4, top_k=2, d_expert=384)
     model = describe(replace(MODEL, d_model=256, family="moe", own=own))
-    return with_expert_shards(model, 1, 1, num_tokens, num_tokens)
+    return with_shards(model, 1, 1, num_tokens, num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_row_tiles_depend_on_shards_and_chunks() -> None:
     cases = []
     for chunks in (1, 4):
         model = model_of("ragged_dot", all_to_all_chunks=chunks)
-        sharded = with_expert_shards(model, 4, 1, 16, 16)
+        sharded = with_shards(model, 4, 1, 16, 16)
         cases += expert_check(sharded, "bfloat16", num_tokens=16).cases
     assert [case.split()[-2] for case in cases] == ["64", "16"]
 

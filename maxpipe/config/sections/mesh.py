@@ -25,7 +25,6 @@ from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import Bound
 from maxpipe.models.layers.compressed_attention import CompressedAttention
 from maxpipe.models.layers.latent_attention import LatentAttention
-from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Param
 from maxpipe.parallel.axes import (
@@ -105,14 +104,6 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
     if (axis_size(config.mesh, "context") or 1) == 1:
         return
     key = next(key for key in axis_keys("context") if value_of(config, key) != 1)
-    if any(isinstance(part, Recurrent) for part in layer_parts(config)):
-        yield RuleViolation(
-            Code.MESH_UNSUPPORTED,
-            key,
-            f"must be 1 with {FAMILY} = {config.model.family}: its recurrent layers need all "
-            "tokens of a sequence on one device.",
-            f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
-        )
     if any(isinstance(part, CompressedAttention) for part in layer_parts(config)):
         yield RuleViolation(
             Code.MESH_UNSUPPORTED,

@@ -36,7 +36,6 @@ from maxpipe.models.layers.attention import Attention
 from maxpipe.models.layers.compressed_attention import CompressedAttention
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.latent_attention import LatentAttention
-from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.models.param_names import declared, suggestions, trained, without_match
 from maxpipe.models.registry import FAMILIES, describe
 from maxpipe.models.resolve_auto import has_ring
@@ -222,15 +221,6 @@ def layer_parts(config: Config) -> Iterator[Part]:
 def has_experts(config: Config) -> bool:
     """Return True if any layer has experts, which can be sharded over the expert axis."""
     return any(isinstance(part, Experts) for part in layer_parts(config))
-
-
-def has_sequential_layers(config: Config) -> bool:
-    """Return True if a sublayer other than attention mixes tokens of the sequence.
-
-    Such sublayers need all tokens of a sequence on the same device.
-    """
-    recurrent = any(isinstance(part, Recurrent) for part in layer_parts(config))
-    return recurrent or bool(config.model.mtp_heads)
 
 
 RING_KEYS = (

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.layers.recurrent import Recurrent, decay_rates, time_steps
+from maxpipe.models.layers.recurrent import (
+    Recurrent,
+    SequenceShard,
+    decay_rates,
+    time_steps,
+)
 from maxpipe.models.spec import (
     Dims,
     Entries,
@@ -50,6 +55,8 @@ class GatedDelta(Recurrent):
     allow_neg_eigval: bool = False
     """Whether write gates range from 0 to 2 instead of from 0 to 1, so that the transition matrix
     of the state can have negative eigenvalues (arXiv:2411.12537)."""
+    shard: SequenceShard | None = None
+    """Tokens on one device if sequences are sharded."""
 
     @property
     def group(self) -> int:
@@ -130,7 +137,8 @@ class GatedDelta(Recurrent):
         # matmuls each time its block size doubles.
         inside = chunk * (2 * dk / self.group + dk + 2 * dv)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
-        products = Products(self.num_value_heads, "heads", needed, needed + inside)
+        computed = needed + inside + self.effect_products
+        products = Products(self.num_value_heads, "heads", needed, computed)
         *projections, out = map(Matmul, self.projections)
         kernels = (Matmul(f"conv_{name}") for name in ("query", "key", "value"))
         return *projections, *kernels, products, out
@@ -141,7 +149,7 @@ class GatedDelta(Recurrent):
         recurrent states.
         """
         wide = ((10.0, self._value), (8.0, self._pairs), (1.0 / self.chunk, self.state_dims))
-        return Held(compute_dtype=((2.0, self._qkvz),), float32=wide)
+        return Held(compute_dtype=((2.0, self._qkvz),), float32=wide) + self.effect_peak
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -158,6 +166,10 @@ class GatedDelta(Recurrent):
     @property
     def state_dims(self) -> Dims:
         return (*self._value, (self.key_size, ""))
+
+    @property
+    def mixed_dims(self) -> tuple[Dims, ...]:
+        return (((self.num_key_heads, "kv_heads"), (self.mixed_size, "head_dim")),)
 
     @property
     def _qkvz(self) -> Dims:

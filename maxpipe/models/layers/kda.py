@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.layers.recurrent import Recurrent, decay_rates, time_steps
+from maxpipe.models.layers.recurrent import (
+    Recurrent,
+    SequenceShard,
+    decay_rates,
+    time_steps,
+)
 from maxpipe.models.spec import (
     Dims,
     Entries,
@@ -47,6 +52,8 @@ class KimiDelta(Recurrent):
     """Gain of the output projection, which writes to the residual stream."""
     chunk: int = 64
     """Number of tokens per chunk, a power of two."""
+    shard: SequenceShard | None = None
+    """Tokens on one device if sequences are sharded."""
 
     @property
     def mixed_size(self) -> int:
@@ -108,12 +115,17 @@ class KimiDelta(Recurrent):
         size, chunk = self.head_dim, self.chunk
         block = min(chunk, BLOCK)
         needed = 3.0 * size * size
-        # Scores of queries and of keys: for each block size, half of the tokens with half of a
-        # block of BLOCK tokens or more. The other matmuls are those of `GatedDelta`.
-        pairs = block * math.log2(block) / 4 + (chunk - block) / 2
-        inside = 2 * size * pairs + 3 * chunk * size
+        # Scores of queries and of keys: each matmul of smaller blocks multiplies all tokens with
+        # BLOCK tokens, and larger blocks multiply half of the tokens with one block.
+        pairs = block * max(math.log2(block) - 1, 0) + (chunk - block / 2) / 2
+        # Sums of log decays: half of the tokens of each block until its end, the other half since
+        # its start, and all tokens of the chunk since the start and until the end.
+        sums = chunk - 1 + 2 * chunk
+        # The other matmuls are those of `GatedDelta`.
+        inside = size * (2 * pairs + sums + 3 * chunk)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
-        products = Products(self.num_heads, "heads", needed, needed + inside)
+        computed = needed + inside + self.effect_products
+        products = Products(self.num_heads, "heads", needed, computed)
         *projections, out = map(Matmul, self.projections)
         kernels = (Matmul(f"conv_{name}") for name in ("query", "key", "value"))
         return *projections, *kernels, products, out
@@ -126,7 +138,14 @@ class KimiDelta(Recurrent):
         # Each doubling of the block size saves the decay of all tokens.
         wide = 10.0 + 3.0 * math.log2(self.chunk)
         arrays = ((wide, self._heads), (8.0, self._pairs), (1.0 / self.chunk, self.state_dims))
-        return Held(compute_dtype=((2.0, self._inputs),), float32=arrays)
+        return Held(compute_dtype=((2.0, self._inputs),), float32=arrays) + self.effect_peak
+
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
+        """Return the arrays of all recurrent layers, and the latents, which are the inputs of
+        projections.
+        """
+        arrays = super().deferred(recomputed=recomputed, normed=normed)
+        return arrays + Held(compute_dtype=((2.0, self._latent),))
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -144,6 +163,10 @@ class KimiDelta(Recurrent):
     @property
     def state_dims(self) -> Dims:
         return (*self._heads, (self.head_dim, ""))
+
+    @property
+    def mixed_dims(self) -> tuple[Dims, ...]:
+        return ((*self._per_head, (self.mixed_size, "head_dim")),)
 
     @property
     def _latent(self) -> Dims:

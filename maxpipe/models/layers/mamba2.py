@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.models.layers.recurrent import Recurrent, decay_rates, time_steps
+from maxpipe.models.layers.recurrent import (
+    Recurrent,
+    SequenceShard,
+    decay_rates,
+    time_steps,
+)
 from maxpipe.models.spec import (
     Constant,
     Dims,
@@ -50,6 +55,8 @@ class Mamba2(Recurrent):
     """Number of tokens per chunk, a power of two."""
     min_time_step: float = 0.0
     """Minimum of the time steps."""
+    shard: SequenceShard | None = None
+    """Tokens on one device if sequences are sharded."""
 
     @property
     def group(self) -> int:
@@ -60,6 +67,10 @@ class Mamba2(Recurrent):
     def state_shape(self) -> tuple[int, ...]:
         """Return the shape of the recurrent state of one sequence."""
         return (self.num_groups, self.group, self.state_size, self.head_dim)
+
+    @property
+    def transition_columns(self) -> int:
+        return 1
 
     @property
     def params(self) -> Mapping[str, Param]:
@@ -114,7 +125,8 @@ class Mamba2(Recurrent):
         needed = 2.0 * self.state_size * self.head_dim
         # Within a chunk, scores of all pairs of tokens (once per group) multiply the values.
         inside = self.chunk * (self.state_size / self.group + self.head_dim)
-        products = Products(self.num_heads, "heads", needed, needed + inside)
+        computed = needed + inside + self.effect_products
+        products = Products(self.num_heads, "heads", needed, computed)
         *projections, out = map(Matmul, self.projections)
         kernels = (Matmul(f"conv_{name}") for name in ("value", "key", "query"))
         return *projections, *kernels, products, out
@@ -126,7 +138,7 @@ class Mamba2(Recurrent):
         """
         wide = ((6.0, self._value), (6.0, self._pairs), (1.0 / self.chunk, self.state_dims))
         narrow = ((2.0, self._gate_value), (2.0, self._key_query))
-        return Held(compute_dtype=narrow, float32=wide)
+        return Held(compute_dtype=narrow, float32=wide) + self.effect_peak
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -143,6 +155,10 @@ class Mamba2(Recurrent):
     @property
     def state_dims(self) -> Dims:
         return (*self._value, (self.state_size, ""))
+
+    @property
+    def mixed_dims(self) -> tuple[Dims, ...]:
+        return self._value, self._key, self._key
 
     @property
     def _heads(self) -> Dims:
