@@ -1,0 +1,138 @@
+"""One chunk of the delta rule in a TPU kernel; see `delta_rule` for the same computation in XLA.
+
+The matrices of several heads are stacked, so that they have at least 128 rows. Entries for pairs
+of tokens of different heads are 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from maxpipe.models.layers.mlp import RMSNorm
+from maxpipe.nn import recurrent_kernels as kernels
+from maxpipe.nn.module import rms_norm
+from maxpipe.nn.recurrent_kernels import Matrices, matmul
+
+_NO_DECAY_BETWEEN = -1e30
+"""Log decay between tokens of different documents or heads."""
+
+
+def delta_rule_stack(part: Any, tokens: int) -> int | None:
+    """Return the number of heads whose tokens are stacked in a matrix, or None if the kernels do
+    not support the sizes.
+
+    Head dims must be multiples of 128, and the sequence must have at least one full chunk.
+    """
+    sizes = part.state_shape[2:]
+    if any(size % kernels.LANES for size in sizes) or tokens < part.chunk:
+        return None
+    return max(kernels.LANES // part.chunk, 1)
+
+
+def stacked_rows(
+    rows: Sequence[Float[Array, "N B K r C"]], document: Int[Array, "N B 1 1 C"], stack: int
+) -> Float[Array, "B S N R W"]:
+    """Return rows of `stack` heads, and last the row of indices of documents and heads."""
+    size = document.shape[-1]
+    head = jnp.arange(math.prod(rows[0].shape[2:4])).reshape(*rows[0].shape[2:4], 1) % stack
+    index = (document + head * (size + 1)).astype(jnp.float32)
+    joined = jnp.stack([*rows, index, *[jnp.zeros_like(index)] * (7 - len(rows))], axis=-2)
+    chunks, batch, *_ = joined.shape
+    joined = joined.reshape(chunks, batch, -1, stack, 8, size)
+    return joined.transpose(1, 2, 0, 4, 3, 5).reshape(batch, -1, chunks, 8, stack * size)
+
+
+@dataclass(frozen=True)
+class GatedDeltaTile:
+    """Chunk of the gated delta rule.
+
+    The arrays of tokens are queries, keys, values and output gates. The rows are the log decay
+    since the start of the chunk or document, the decay since the start of the chunk, the decay
+    until its end, the write gate, and the index of the token's document and head.
+    """
+
+    size: int
+    """Number of tokens per chunk."""
+    heads: int
+    """Number of heads in a stack."""
+    group: int
+    """Number of value heads per key head."""
+    norm: RMSNorm
+    dtype: Any
+
+    def __call__(
+        self, shared: list[Matrices], tokens: list[Matrices], rows: Matrices, states: Matrices
+    ) -> tuple[Matrices, Matrices]:
+        query, key, value, gate = tokens
+        outputs, after = [], []
+        for at, each in enumerate(rows):
+            heads = range(at * self.heads, (at + 1) * self.heads)
+            by_key = [[x[head // self.group] for head in heads] for x in (query, key)]
+            by_value = [[x[head] for head in heads] for x in (value, gate, states)]
+            out, state = self._stack(shared[0][0], *by_key, *by_value, each)
+            outputs += out
+            after += state
+        return outputs, after
+
+    def flops(self, key_size: int, value_size: int) -> float:
+        """Return the FLOPs of the matmuls of one head in the forward pass."""
+        wide, size = self.heads * self.size, self.size
+        state = 3 * key_size * value_size * size
+        pairs = size * wide * (2 * key_size + 2 * value_size)
+        levels = max(math.log2(size) - 1, 0)
+        return 2.0 * (state + pairs + 2 * levels * size * wide**2)
+
+    def _stack(
+        self,
+        norm: Array,
+        queries: Matrices,
+        keys: Matrices,
+        values: Matrices,
+        gates: Matrices,
+        states: Matrices,
+        rows: Array,
+    ) -> tuple[Matrices, Matrices]:
+        wide = self.heads * self.size
+        first, second = kernels.iota(wide, 0), kernels.iota(wide, 1)
+        total, since, until, write, document, *_ = kernels.columns(rows)
+        query, key = kernels.stack(queries), kernels.stack(keys)
+        within = (document == kernels.row(rows, 4)) & (first >= second)
+        between = jnp.where(within, total - kernels.row(rows, 0), _NO_DECAY_BETWEEN)
+        between = jnp.exp(between)
+        mixing = matmul(query, key, (1, 1), self.dtype) * between
+        overlap = matmul(key, key, (1, 1), self.dtype) * between * write
+        inverse = kernels.inverse_of_unit_lower(
+            jnp.where(first > second, overlap, 0.0), self.size, self.dtype
+        )
+        pairs = list(zip(keys, queries, states, strict=True))
+        known, read = (
+            kernels.stack([matmul(x[of], x[2], (1, 0), self.dtype) for x in pairs])
+            for of in (0, 1)
+        )
+        wrong = write * (kernels.stack(values).astype(jnp.float32) - since * known)
+        written = matmul(inverse, wrong, (1, 0), self.dtype)
+        read = since * read + matmul(mixing, written, (1, 0), self.dtype)
+        towards_end = key.astype(jnp.float32) * until
+        parts = (kernels.unstack(x, self.heads) for x in (towards_end, written, since))
+        last = lax.broadcasted_iota(jnp.int32, (self.size, 1), 0) == self.size - 1
+        after = [
+            jnp.where(last, since, 0.0).sum(0, keepdims=True) * state + matmul(key, written, (0, 0), self.dtype)
+            for key, written, since, state in zip(*parts, states, strict=True)
+        ]
+        return kernels.unstack(self._normalized(read, kernels.stack(gates), norm), self.heads), after
+
+    def _normalized(self, read: Array, gate: Array, scale: Array) -> Array:
+        wide = rms_norm(read.astype(gate.dtype).astype(jnp.float32), None, self.norm)
+        scale = self.norm.offset + scale.astype(jnp.float32)
+        if not self.norm.is_wide:
+            wide = wide.astype(gate.dtype).astype(jnp.float32)
+        wide = (wide * scale).astype(gate.dtype).astype(jnp.float32)
+        gate = gate.astype(jnp.float32)
+        return wide * gate / (1.0 + jnp.exp(-gate))
