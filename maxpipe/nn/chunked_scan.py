@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.nn.module import LayerContext
-from maxpipe.nn.recurrent_backends import has_tpu_kernels, run_backward, run_forward
-from maxpipe.nn.recurrent_kernels import Layout, Operands
+from maxpipe.nn.recurrent_backends import has_tpu_devices, run_backward, run_forward
+from maxpipe.nn.recurrent_kernels import Layout, Operands, merge_states, split_states
 
 _EMPTY_SEGMENT = -1
 """Segment ID that marks positions before the start of a sequence."""
@@ -135,8 +135,8 @@ def scan_chunks(
     layout = _kernel_layout(rule, inputs, segments)
     if layout is not None:
         operands = rule.operands(weights, inputs, segments, before)  # type: ignore[attr-defined]
-        out, state, _ = run_forward(layout, operands, _merge_heads(before.state), save_states=False)
-        return _tokens_first(out, segments), state.reshape(before.state.shape)
+        out, state, _ = _run_kernel(layout, operands, before, save_states=False)
+        return _tokens_first(layout, out, segments), state
     chunks = rule.chunks(weights, inputs, segments, before)
     state, read = lax.scan(partial(rule.step, _step_weights(rule, weights)), before.state, chunks)
     return _merge(read, segments.shape[1]), state
@@ -147,11 +147,8 @@ def _scan_forward(rule: Recurrence, *arguments: Any) -> tuple[Any, Any]:
     layout = _kernel_layout(rule, inputs, segments)
     if layout is not None:
         operands = rule.operands(*arguments)  # type: ignore[attr-defined]
-        out, state, states = run_forward(
-            layout, operands, _merge_heads(before.state), save_states=True
-        )
-        results = _tokens_first(out, segments), state.reshape(before.state.shape)
-        return results, (arguments, states)
+        out, state, states = _run_kernel(layout, operands, before, save_states=True)
+        return (_tokens_first(layout, out, segments), state), (arguments, states)
     chunks = rule.chunks(*arguments)
 
     def through(state: Array, chunk: Tree) -> tuple[Array, tuple[Array, Array]]:
@@ -207,12 +204,15 @@ def _kernel_backward(rule: Any, layout: Layout, saved: Any, cotangents: Any) -> 
     d_read, d_state = cotangents
     tokens = operands.tokens[0].shape[2]
     d_read = jnp.pad(d_read, [(0, 0), (0, tokens - d_read.shape[1]), (0, 0), (0, 0)])
-    d_out, d_last = d_read.swapaxes(1, 2), _merge_heads(d_state)
+    heads = d_read.shape[2] // layout.heads_per_state
+    d_out = d_read.reshape(*d_read.shape[:2], heads, -1).swapaxes(1, 2)
+    d_last = merge_states(layout, d_state)
     d_operands, d_start = run_backward(layout, operands, states, d_out, d_last)
+    d_start = split_states(layout, d_start, d_state.shape)
     d_weights, d_inputs, d_tail = pull_operands(d_operands)
     # A split backward pass saves these small gradients instead of their inputs.
     d_weights, d_inputs = lax.optimization_barrier((d_weights, d_inputs))
-    cache: Any = RecurrentCache(d_tail, None, d_start.reshape(d_state.shape))  # type: ignore
+    cache: Any = RecurrentCache(d_tail, None, d_start)  # type: ignore
     return d_weights, d_inputs, None, cache
 
 
@@ -223,17 +223,24 @@ def _kernel_layout(rule: Recurrence, inputs: Tree, segments: Array) -> Layout | 
     """Return the options of the TPU kernels, or None if plain JAX runs the recurrence."""
     if not isinstance(rule, KernelRecurrence):
         return None
-    if not has_tpu_kernels():
+    if not has_tpu_devices():
         return None
     return rule.layout(inputs, segments.shape[1])
 
 
-def _merge_heads(state: Float[Array, "B K r dk dv"]) -> Float[Array, "B V dk dv"]:
-    return state.reshape(state.shape[0], -1, *state.shape[3:])
+def _run_kernel(
+    layout: Layout, operands: Operands, before: RecurrentCache, *, save_states: bool
+) -> tuple[Array, Array, Array | None]:
+    start = merge_states(layout, before.state)
+    out, state, states = run_forward(layout, operands, start, save_states=save_states)
+    return out, split_states(layout, state, before.state.shape), states
 
 
-def _tokens_first(out: Float[Array, "B V S dv"], segments: Array) -> Float[Array, "B T V dv"]:
-    return out.swapaxes(1, 2)[:, : segments.shape[1]]
+def _tokens_first(
+    layout: Layout, out: Float[Array, "B V S w"], segments: Array
+) -> Float[Array, "B T H dv"]:
+    out = out.swapaxes(1, 2)[:, : segments.shape[1]]
+    return out.reshape(*segments.shape, out.shape[2] * layout.heads_per_state, -1)
 
 
 def _step_weights(rule: Recurrence, weights: Weights) -> Weights:

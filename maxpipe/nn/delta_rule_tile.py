@@ -42,8 +42,8 @@ def stacked_rows(
     """Return rows of `stack` heads, and last the row of indices of documents and heads."""
     size = document.shape[-1]
     head = jnp.arange(math.prod(rows[0].shape[2:4])).reshape(*rows[0].shape[2:4], 1) % stack
-    index = (document + head * (size + 1)).astype(jnp.float32)
-    joined = jnp.stack([*rows, index, *[jnp.zeros_like(index)] * (7 - len(rows))], axis=-2)
+    index = jnp.broadcast_to(document + head * (size + 1), rows[0].shape).astype(jnp.float32)
+    joined = jnp.stack([*rows, index, *[index] * (7 - len(rows))], axis=-2)
     chunks, batch, *_ = joined.shape
     joined = joined.reshape(chunks, batch, -1, stack, 8, size)
     return joined.transpose(1, 2, 0, 4, 3, 5).reshape(batch, -1, chunks, 8, stack * size)
@@ -136,3 +136,92 @@ class GatedDeltaTile:
         wide = (wide * scale).astype(gate.dtype).astype(jnp.float32)
         gate = gate.astype(jnp.float32)
         return wide * gate / (1.0 + jnp.exp(-gate))
+
+
+@dataclass(frozen=True)
+class KimiDeltaTile:
+    """Chunk of Kimi delta attention.
+
+    The arrays of tokens are queries, keys, values, log decays and output gates. The first row has
+    the write gates. The scores are sums over pairs of adjacent blocks, as in `kda.decayed_scores`.
+    """
+
+    size: int
+    """Number of tokens per chunk, a power of two."""
+    heads: int
+    """Number of heads in a stack."""
+    norm: RMSNorm
+    dtype: Any
+
+    def __call__(
+        self, shared: list[Matrices], tokens: list[Matrices], rows: Matrices, states: Matrices
+    ) -> tuple[Matrices, Matrices]:
+        outputs, after = [], []
+        for at, each in enumerate(rows):
+            heads = slice(at * self.heads, (at + 1) * self.heads)
+            stacked = [kernels.stack(x[heads]) for x in tokens]
+            out, state = self._stack(shared[0][0], stacked, states[heads], each)
+            outputs += out
+            after += state
+        return outputs, after
+
+    def flops(self, head_dim: int) -> float:
+        """Return the FLOPs of the matmuls of one head in the forward pass."""
+        wide, size = self.heads * self.size, self.size
+        levels = math.log2(size)
+        pairs = size * wide * head_dim * (2 + 3 * levels + 2)
+        return 2.0 * (3 * head_dim**2 * size + pairs + 2 * max(levels - 1, 0) * size * wide**2)
+
+    def _stack(
+        self, norm: Array, tokens: Matrices, states: Matrices, rows: Array
+    ) -> tuple[Matrices, Matrices]:
+        query, key, value, forget, gate = (x.astype(jnp.float32) for x in tokens)
+        write, *_ = kernels.columns(rows)
+        mixing, overlap = self._scores(query, key, forget)
+        inverse = kernels.inverse_of_unit_lower(overlap * write, self.size, self.dtype)
+        first, second = (kernels.iota(len(query), dim) for dim in (0, 1))
+        head = first // self.size == second // self.size
+        since = self._decay(head & (second <= first), forget)
+        until = self._decay(head & (second > first), forget)
+        known, read = (
+            kernels.stack(
+                [
+                    matmul(part, state, (1, 0), self.dtype)
+                    for part, state in zip(kernels.unstack(x, self.heads), states, strict=True)
+                ]
+            )
+            for x in (key * since, query * since)
+        )
+        written = matmul(inverse, write * (value - known), (1, 0), self.dtype)
+        read += matmul(mixing, written, (1, 0), self.dtype)
+        parts = (kernels.unstack(x, self.heads) for x in (key * until, written, since))
+        after = [
+            kernels.last_row_as_column(since) * state + matmul(key, written, (0, 0), self.dtype)
+            for key, written, since, state in zip(*parts, states, strict=True)
+        ]
+        read = rms_norm(read, None, self.norm) * (self.norm.offset + norm.astype(jnp.float32))
+        return kernels.unstack(read / (1.0 + jnp.exp(-gate)), self.heads), after
+
+    def _scores(self, query: Array, key: Array, forget: Array) -> tuple[Array, Array]:
+        """Return the scores of queries and of keys with earlier keys, and with decay. Those of
+        queries include the token's own key.
+        """
+        first, second = (kernels.iota(len(query), dim) for dim in (0, 1))
+        own = (query * key).sum(1, keepdims=True)
+        mixing, overlap, block = jnp.where(first == second, own, 0.0), 0.0, 1
+        while block < self.size:
+            row, column = first // block, second // block
+            # Decay since the start of every second block, and until the end of the others.
+            inside = jnp.where(row % 2 == 1, second <= first, second > first)
+            decay = self._decay((row == column) & inside, forget)
+            pair = (row == column + 1) & (row % 2 == 1)
+            earlier = key * decay
+            read = matmul(query * decay, earlier, (1, 1), self.dtype)
+            mixing += jnp.where(pair, read, 0.0)
+            overlap += jnp.where(pair, matmul(earlier, earlier, (1, 1), self.dtype), 0.0)
+            block *= 2
+        return mixing, overlap
+
+    def _decay(self, mask: Array, forget: Array) -> Array:
+        mask = jnp.where(mask, 1.0, 0.0)
+        return jnp.exp(kernels.masked_sums(mask, forget, self.dtype))

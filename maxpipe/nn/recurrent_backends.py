@@ -32,14 +32,9 @@ class KernelShards(NamedTuple):
     """Number of shards of the heads."""
 
 
-def has_tpu_kernels() -> bool:
-    """Return whether the devices of the current mesh run the kernels."""
+def has_tpu_devices() -> bool:
+    """Return whether the devices of the current mesh are TPUs."""
     return mesh_device_kind().startswith("TPU")
-
-
-def interprets_kernels() -> bool:
-    """Return whether kernels run as JAX operations, which only tests enable."""
-    return False
 
 
 def kernel_shards(rows: int, heads: int) -> KernelShards:
@@ -52,11 +47,14 @@ def kernel_shards(rows: int, heads: int) -> KernelShards:
 def run_forward(
     layout: Layout, operands: Operands, state: Float[Array, "B V k v"], *, save_states: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Run `recurrent_kernels.forward` on the shards of each device."""
+    """Run `recurrent_kernels.forward` on the shards of each device. Other devices than
+    TPUs interpret the kernels as JAX operations.
+    """
     shards = kernel_shards(*state.shape[:2])
     arrays, of_operands = PartitionSpec(shards.rows, shards.heads), _specs(shards, operands)
     states = PartitionSpec(shards.rows, None, shards.heads) if save_states else None
-    run = partial(recurrent_kernels.forward, layout, save_states=save_states)
+    options = {"save_states": save_states, "interpret": not has_tpu_devices()}
+    run = partial(recurrent_kernels.forward, layout, **options)
     run = map_shards(run, (of_operands, arrays), (arrays, arrays, states))
     return run(*mark_varying((operands, state)))
 
@@ -68,12 +66,17 @@ def run_backward(
     d_out: Float[Array, "B V T w"],
     d_state: Float[Array, "B V k v"],
 ) -> tuple[Operands, Array]:
-    """Run `recurrent_kernels.backward` on the shards of each device."""
+    """Run `recurrent_kernels.backward` on the shards of each device. Other devices than
+    TPUs interpret the kernels as JAX operations.
+    """
     shards = kernel_shards(*d_state.shape[:2])
     arrays, of_operands = PartitionSpec(shards.rows, shards.heads), _specs(shards, operands)
+    interpret = not has_tpu_devices()
 
     def run(operands: Operands, *arrays: Array) -> tuple[Operands, Array]:
-        gradients, d_start = recurrent_kernels.backward(layout, operands, *arrays)
+        gradients, d_start = recurrent_kernels.backward(
+            layout, operands, *arrays, interpret=interpret
+        )
 
         def total(gradient: Array, spec: PartitionSpec) -> Array:
             heads = (shards.heads,) if shards.heads and not any(spec) else ()

@@ -63,11 +63,17 @@ class Layout:
     """Number of grid steps that share the heads of one chunk."""
     flops: float
     """FLOPs of one chunk of one state."""
-    interpret: bool = False
+    heads_per_state: int = 1
+    """Number of heads whose states are columns of the same matrix."""
 
 
 def forward(
-    layout: Layout, operands: Operands, state: Float[Array, "B V k v"], *, save_states: bool
+    layout: Layout,
+    operands: Operands,
+    state: Float[Array, "B V k v"],
+    *,
+    save_states: bool,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "B V T w"], Float[Array, "B V k v"], Float[Array, "B N V k v"] | None]:
     """Return the output, the state after the last chunk, and the state before each chunk."""
     rows, tokens, num_chunks = _sizes(layout, operands)
@@ -89,7 +95,7 @@ def forward(
             scratch_shapes=[tpu.VMEM(specs.state.block_shape[1:], jnp.float32)],
             compiler_params=compiler_parameters("parallel", "parallel", "arbitrary"),
             cost_estimate=cost_estimate(flops, [*jax.tree.leaves(operands), *out_shapes]),
-            interpret=layout.interpret,
+            interpret=interpret,
             name="recurrence_forward",
         )(*jax.tree.leaves(operands), state)
     return results[0], results[1], results[2] if save_states else None
@@ -101,6 +107,8 @@ def backward(
     states: Float[Array, "B N V k v"],
     d_out: Float[Array, "B V T w"],
     d_state: Float[Array, "B V k v"],
+    *,
+    interpret: bool = False,
 ) -> tuple[Operands, Float[Array, "B V k v"]]:
     """Return the gradients of the operands and of the state before the first chunk."""
     rows, _, num_chunks = _sizes(layout, operands)
@@ -130,7 +138,7 @@ def backward(
             scratch_shapes=[tpu.VMEM(specs.state.block_shape[1:], jnp.float32)],
             compiler_params=compiler_parameters("parallel", "parallel", "arbitrary"),
             cost_estimate=cost_estimate(flops, [*jax.tree.leaves(arrays), *out_shapes]),
-            interpret=layout.interpret,
+            interpret=interpret,
             name="recurrence_backward",
         )(*jax.tree.leaves(arrays))
     *d_operands, d_start = results
@@ -407,6 +415,45 @@ stack.defvjp(
 )
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def masked_sums(mask: Float[Array, "W W"], x: Float[Array, "W d"], dtype: Any) -> Array:
+    """Return sums of rows that a matrix of zeros and ones selects, as accurate as
+    `accurate_matmul`. Masks have no gradient.
+    """
+    return _masked_sums(mask, x, 1, dtype)
+
+
+def _masked_sums(mask: Array, x: Array, dim: int, dtype: Any) -> Array:
+    product = partial(_rounded_matmul, dims=(dim, 0), dtype=dtype)
+    if dtype != jnp.bfloat16:
+        return product(mask, x)
+    rounded, error = _split(x, dtype)
+    return product(mask, rounded) + product(mask, error)
+
+
+masked_sums.defvjp(
+    lambda mask, x, dtype: (_masked_sums(mask, x, 1, dtype), mask),
+    lambda dtype, mask, d: (jnp.zeros_like(mask), _masked_sums(mask, d, 0, dtype)),
+)
+
+
+@jax.custom_vjp
+def last_row_as_column(x: Float[Array, "W d"]) -> Float[Array, "d 1"]:
+    """Return the last row as a column."""
+    return x[-min(_SUBLANES, len(x)) :].T[:, -1:]
+
+
+def _last_row_backward(size: int, cotangent: Array) -> tuple[Array]:
+    wide = jnp.broadcast_to(cotangent, (len(cotangent), min(_SUBLANES, size))).T
+    parts = [wide] * (size // len(wide))
+    wide = jnp.concatenate(parts, axis=0)
+    place = lax.broadcasted_iota(jnp.int32, wide.shape, 0)
+    return (jnp.where(place == size - 1, wide, 0.0),)
+
+
+last_row_as_column.defvjp(lambda x: (last_row_as_column(x), len(x)), _last_row_backward)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def inverse_of_unit_lower(lower: Float[Array, "W W"], block: int, dtype: Any) -> Array:
     """Invert `1 + lower`, where `lower` is strictly lower triangular within diagonal blocks of this
@@ -455,3 +502,21 @@ def _inverse_backward(block: int, dtype: Any, inverse: Array, cotangent: Array) 
 
 
 inverse_of_unit_lower.defvjp(_inverse_forward, _inverse_backward)
+
+
+def merge_states(layout: Layout, state: Float[Array, "B K r k v"]) -> Float[Array, "B V k w"]:
+    """Return the states as the kernels use them, with the columns of several heads."""
+    rows, _, _, key_size, size = state.shape
+    joined = layout.heads_per_state
+    state = state.reshape(rows, -1, joined, key_size, size).swapaxes(2, 3)
+    return state.reshape(rows, -1, key_size, joined * size)
+
+
+def split_states(
+    layout: Layout, state: Float[Array, "B V k w"], shape: tuple[int, ...]
+) -> Float[Array, "B K r k v"]:
+    """Return the states of all heads; the inverse of `merge_states`."""
+    rows, count, key_size, width = state.shape
+    joined = layout.heads_per_state
+    state = state.reshape(rows, count, key_size, joined, width // joined).swapaxes(2, 3)
+    return state.reshape(shape)
