@@ -121,9 +121,12 @@ def layer_cycles(name: str, tokens: int) -> float:
     others = [entry for entry, scan in zip(profile.entries, is_scan, strict=True) if not scan]
     if os.environ.get("SHOW"):
         from maxpipe.planner.instruction_costs import profile_lines, table
+
         print("\n".join(table(profile_lines(profile, target.hardware), 30)))
         for kernel in KernelSchedule.read_all(Path(folder.name), RECURRENCE):
-            print(kernel.name, kernel.step.length, recurrence_cycles(kernel, target.hardware, 2)/1e6)
+            print(
+                kernel.name, kernel.step.length, recurrence_cycles(kernel, target.hardware, 2) / 1e6
+            )
     kernels = KernelSchedule.read_all(Path(folder.name), RECURRENCE)
     scans = sum(recurrence_cycles(kernel, target.hardware, num_cores=2) for kernel in kernels)
     return all_cycles(replace(profile, entries=others), target.hardware) + scans

@@ -1,4 +1,4 @@
-"""One chunk of the delta rule in a TPU kernel; see `delta_rule` for the same computation in XLA.
+"""Delta rule tiles of TPU kernels; see `delta_rule` for the same computation in XLA.
 
 The matrices of several heads are stacked, so that they have at least 128 rows. Entries for pairs
 of tokens of different heads are 0.
@@ -16,24 +16,28 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from maxpipe.models.layers.mlp import RMSNorm
+from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.nn import recurrent_kernels as kernels
 from maxpipe.nn.module import rms_norm
 from maxpipe.nn.recurrent_kernels import Matrices, matmul
 
 _NO_DECAY_BETWEEN = -1e30
 """Log decay between tokens of different documents or heads."""
+_MAX_STACK = 8
+"""Maximum number of heads in a stack."""
 
 
-def delta_rule_stack(part: Any, tokens: int) -> int | None:
-    """Return the number of heads whose tokens are stacked in a matrix, or None if the kernels do
-    not support the sizes.
-
-    Head dims must be multiples of 128, and the sequence must have at least one full chunk.
-    """
-    sizes = part.state_shape[2:]
-    if any(size % kernels.LANES for size in sizes) or tokens < part.chunk:
-        return None
+def delta_rule_stack(part: Recurrent) -> int:
+    """Return the number of heads whose tokens are stacked in a matrix."""
     return max(kernels.LANES // part.chunk, 1)
+
+
+def supports_delta_rule(part: Recurrent, tokens: int) -> bool:
+    """Return whether the head dims are multiples of 128, and the sequence has at least one full
+    chunk.
+    """
+    whole = all(size % kernels.LANES == 0 for size in part.state_shape[2:])
+    return whole and tokens >= part.chunk and delta_rule_stack(part) <= _MAX_STACK
 
 
 def stacked_rows(
@@ -76,7 +80,7 @@ class GatedDeltaTile:
             heads = range(at * self.heads, (at + 1) * self.heads)
             by_key = [[x[head // self.group] for head in heads] for x in (query, key)]
             by_value = [[x[head] for head in heads] for x in (value, gate, states)]
-            out, state = self._stack(shared[0][0], *by_key, *by_value, each)
+            out, state = self._stack(shared[0][0], by_key, by_value, each)
             outputs += out
             after += state
         return outputs, after
@@ -92,13 +96,11 @@ class GatedDeltaTile:
     def _stack(
         self,
         norm: Array,
-        queries: Matrices,
-        keys: Matrices,
-        values: Matrices,
-        gates: Matrices,
-        states: Matrices,
+        by_key: list[Matrices],
+        by_value: list[Matrices],
         rows: Array,
     ) -> tuple[Matrices, Matrices]:
+        (queries, keys), (values, gates, states) = by_key, by_value
         wide = self.heads * self.size
         first, second = kernels.iota(wide, 0), kernels.iota(wide, 1)
         total, since, until, write, document, *_ = kernels.columns(rows)
@@ -113,8 +115,7 @@ class GatedDeltaTile:
         )
         pairs = list(zip(keys, queries, states, strict=True))
         known, read = (
-            kernels.stack([matmul(x[of], x[2], (1, 0), self.dtype) for x in pairs])
-            for of in (0, 1)
+            kernels.stack([matmul(x[of], x[2], (1, 0), self.dtype) for x in pairs]) for of in (0, 1)
         )
         wrong = write * (kernels.stack(values).astype(jnp.float32) - since * known)
         written = matmul(inverse, wrong, (1, 0), self.dtype)
@@ -123,10 +124,13 @@ class GatedDeltaTile:
         parts = (kernels.unstack(x, self.heads) for x in (towards_end, written, since))
         last = lax.broadcasted_iota(jnp.int32, (self.size, 1), 0) == self.size - 1
         after = [
-            jnp.where(last, since, 0.0).sum(0, keepdims=True) * state + matmul(key, written, (0, 0), self.dtype)
+            jnp.where(last, since, 0.0).sum(0, keepdims=True) * state
+            + matmul(key, written, (0, 0), self.dtype)
             for key, written, since, state in zip(*parts, states, strict=True)
         ]
-        return kernels.unstack(self._normalized(read, kernels.stack(gates), norm), self.heads), after
+        return kernels.unstack(
+            self._normalized(read, kernels.stack(gates), norm), self.heads
+        ), after
 
     def _normalized(self, read: Array, gate: Array, scale: Array) -> Array:
         wide = rms_norm(read.astype(gate.dtype).astype(jnp.float32), None, self.norm)
@@ -208,7 +212,7 @@ class KimiDeltaTile:
         """
         first, second = (kernels.iota(len(query), dim) for dim in (0, 1))
         own = (query * key).sum(1, keepdims=True)
-        mixing, overlap, block = jnp.where(first == second, own, 0.0), 0.0, 1
+        mixing, overlap, block = jnp.where(first == second, own, 0.0), jnp.zeros(first.shape), 1
         while block < self.size:
             row, column = first // block, second // block
             # Decay since the start of every second block, and until the end of the others.

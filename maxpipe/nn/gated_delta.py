@@ -31,7 +31,12 @@ from maxpipe.nn.chunked_scan import (
     scan_chunks,
 )
 from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
-from maxpipe.nn.delta_rule_tile import GatedDeltaTile, delta_rule_stack, stacked_rows
+from maxpipe.nn.delta_rule_tile import (
+    GatedDeltaTile,
+    delta_rule_stack,
+    stacked_rows,
+    supports_delta_rule,
+)
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_kernels import Layout, Operands
@@ -148,13 +153,12 @@ class _DeltaRule:
             cut(gate.reshape(by_value), size),
         )
 
-
     def layout(self, inputs: Any, tokens: int) -> Layout | None:
         """Return the options of the TPU kernels, or None if they do not support the sizes."""
         part, qkvz = self.part, inputs[0]
-        stack = delta_rule_stack(part, tokens)
+        stack = delta_rule_stack(part)
         shards = kernel_shards(len(qkvz), part.num_value_heads).number
-        if stack is None or part.num_key_heads % shards:
+        if not supports_delta_rule(part, tokens) or part.num_key_heads % shards:
             return None
         heads = part.num_value_heads // shards
         unit = math.lcm(stack, part.group)
@@ -170,7 +174,7 @@ class _DeltaRule:
     ) -> Operands:
         """Return the arrays of the TPU kernels."""
         part, (qkvz, ba) = self.part, inputs
-        stack = delta_rule_stack(part, segments.shape[1])
+        stack = delta_rule_stack(part)
         mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
         heads = (part.num_key_heads, part.key_size)
         query, key, value = convolve(weights, heads, mixed, segments, before)
@@ -179,9 +183,7 @@ class _DeltaRule:
         decay = decay_rows(forget, segments, before, part.chunk)
         write = cut(write[..., None], part.chunk)[..., 0]
         rows = stacked_rows([decay.total, decay.since, decay.until, write], decay.document, stack)
-        tokens = (
-            heads_first(x.astype(qkvz.dtype), part.chunk) for x in (query, key, value, gate)
-        )
+        tokens = (heads_first(x.astype(qkvz.dtype), part.chunk) for x in (query, key, value, gate))
         return Operands((weights["norm"][None, None],), tuple(tokens), rows)
 
 

@@ -30,7 +30,12 @@ from maxpipe.nn.chunked_scan import (
     scan_chunks,
 )
 from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
-from maxpipe.nn.delta_rule_tile import KimiDeltaTile, delta_rule_stack, stacked_rows
+from maxpipe.nn.delta_rule_tile import (
+    KimiDeltaTile,
+    delta_rule_stack,
+    stacked_rows,
+    supports_delta_rule,
+)
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_kernels import Layout, Operands
@@ -149,13 +154,12 @@ class _DeltaRule:
         arrays = (query, key, value, write, (mixing, overlap), decay, gate)
         return make_chunks(*jax.tree.map(lambda x: x[:, :, :, None], arrays))
 
-
     def layout(self, inputs: Any, tokens: int) -> Layout | None:
         """Return the options of the TPU kernels, or None if they do not support the sizes."""
         part, joined = self.part, inputs[0]
-        stack = delta_rule_stack(part, tokens)
+        stack = delta_rule_stack(part)
         heads = part.num_heads // kernel_shards(len(joined), part.num_heads).number
-        if stack is None or heads % stack:
+        if not supports_delta_rule(part, tokens) or heads % stack:
             return None
         tile = KimiDeltaTile(part.chunk, stack, part.norm, joined.dtype)
         widths = (part.head_dim,) * 5
@@ -175,7 +179,7 @@ class _DeltaRule:
         forget = _log_decay(weights, forget, segments, before)
         tokens = (heads_first(x, size) for x in (query, key, value, forget, gate))
         write = cut(jax.nn.sigmoid(write.astype(jnp.float32))[:, :, :, None, None], size)[..., 0]
-        stack = delta_rule_stack(part, segments.shape[1])
+        stack = delta_rule_stack(part)
         index = jnp.zeros((1, 1, 1, 1, size), jnp.int32)
         rows = stacked_rows([write], index, stack)
         return Operands((weights["norm"][None, None],), tuple(tokens), rows)

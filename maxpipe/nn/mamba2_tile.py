@@ -1,4 +1,4 @@
-"""One chunk of Mamba-2 in a TPU kernel; see `mamba2` for the same computation in XLA."""
+"""Mamba-2 tiles of TPU kernels; see `mamba2` for the same computation in XLA."""
 
 from __future__ import annotations
 

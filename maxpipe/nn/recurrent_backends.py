@@ -39,7 +39,8 @@ def has_tpu_devices() -> bool:
 
 def kernel_shards(rows: int, heads: int) -> KernelShards:
     """Return the mesh axes that shard sequences and heads."""
-    batch, axis = query_axes(jax.ShapeDtypeStruct((rows, 1, heads, 1), jnp.float32))
+    shape: Any = jax.ShapeDtypeStruct((rows, 1, heads, 1), jnp.float32)
+    batch, axis = query_axes(shape)
     mesh = jax.sharding.get_abstract_mesh()
     return KernelShards(batch, axis, mesh.shape[axis] if axis else 1)
 
@@ -94,8 +95,8 @@ def run_backward(
 
 def _specs(shards: KernelShards, operands: Operands) -> Any:
     """Return the partition specs of operands."""
-    arrays = PartitionSpec(shards.rows, shards.heads)
-    shared = tuple(
+    arrays: Any = PartitionSpec(shards.rows, shards.heads)
+    shared: Any = tuple(
         PartitionSpec() if len(weight) == 1 else PartitionSpec(shards.heads)
         for weight in operands.shared
     )

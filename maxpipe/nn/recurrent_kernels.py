@@ -8,8 +8,7 @@ evaluates.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -46,7 +45,7 @@ class Tile(Protocol):
     """
 
     def __call__(
-        self, shared: Matrices, tokens: list[Matrices], rows: Matrices, states: Matrices
+        self, shared: list[Matrices], tokens: list[Matrices], rows: Matrices, states: Matrices
     ) -> tuple[Matrices, Matrices]: ...
 
 
@@ -92,7 +91,7 @@ def forward(
             in_specs=[*specs.operands, specs.state],
             out_specs=out_specs,
             out_shape=out_shapes,
-            scratch_shapes=[tpu.VMEM(specs.state.block_shape[1:], jnp.float32)],
+            scratch_shapes=[tpu.VMEM(specs.state_shape, jnp.float32)],
             compiler_params=compiler_parameters("parallel", "parallel", "arbitrary"),
             cost_estimate=cost_estimate(flops, [*jax.tree.leaves(operands), *out_shapes]),
             interpret=interpret,
@@ -115,8 +114,8 @@ def backward(
     specs = _Specs(layout, operands, d_state, lambda chunk: num_chunks - 1 - chunk)
     # Gradients of shared weights are sums over chunks, for each sequence and each grid step.
     per_step = [
-        jax.ShapeDtypeStruct((rows, layout.steps, *spec.block_shape), jnp.float32)
-        for spec in specs.operands[: len(operands.shared)]
+        jax.ShapeDtypeStruct((rows, layout.steps, *shape), jnp.float32)
+        for shape in specs.shared_shapes
     ]
     out_shapes = [
         *per_step,
@@ -135,7 +134,7 @@ def backward(
             in_specs=[*specs.operands, specs.states, specs.out, specs.state],
             out_specs=[*sums, *specs.operands[len(sums) :], specs.state],
             out_shape=out_shapes,
-            scratch_shapes=[tpu.VMEM(specs.state.block_shape[1:], jnp.float32)],
+            scratch_shapes=[tpu.VMEM(specs.state_shape, jnp.float32)],
             compiler_params=compiler_parameters("parallel", "parallel", "arbitrary"),
             cost_estimate=cost_estimate(flops, [*jax.tree.leaves(arrays), *out_shapes]),
             interpret=interpret,
@@ -143,8 +142,7 @@ def backward(
         )(*jax.tree.leaves(arrays))
     *d_operands, d_start = results
     d_shared = tuple(
-        _sum_steps(sums, weight)
-        for sums, weight in zip(d_operands, operands.shared, strict=False)
+        _sum_steps(sums, weight) for sums, weight in zip(d_operands, operands.shared, strict=False)
     )
     *d_tokens, d_rows = d_operands[len(d_shared) :]
     return Operands(d_shared, tuple(d_tokens), d_rows), d_start
@@ -171,21 +169,23 @@ class _Specs:
         def tokens(heads: int, width: int) -> pl.BlockSpec:
             return pl.BlockSpec((1, heads, size, width), lambda h, b, c: (b, h, at(c), 0))
 
-        def shared(weight: Array) -> pl.BlockSpec:
-            whole = len(weight) == 1
-            block = (1 if whole else len(weight) // steps, *weight.shape[1:])
-            return pl.BlockSpec(block, lambda h, b, c: (0 if whole else h, 0, 0))
+        self.shared_shapes = [
+            (1 if len(weight) == 1 else len(weight) // steps, *weight.shape[1:])
+            for weight in operands.shared
+        ]
+
+        def shared(weight: Array, block: tuple[int, ...]) -> pl.BlockSpec:
+            return pl.BlockSpec(block, lambda h, b, c: (0 if len(weight) == 1 else h, 0, 0))
 
         stacks, _, *of_stack = operands.rows.shape[1:]
         heads, *of_head = state.shape[1:]
         self.operands = [
-            *map(shared, operands.shared),
+            *map(shared, operands.shared, self.shared_shapes),
             *(tokens(x.shape[1] // steps, x.shape[3]) for x in operands.tokens),
-            pl.BlockSpec(
-                (1, stacks // steps, 1, *of_stack), lambda h, b, c: (b, h, at(c), 0, 0)
-            ),
+            pl.BlockSpec((1, stacks // steps, 1, *of_stack), lambda h, b, c: (b, h, at(c), 0, 0)),
         ]
         heads //= steps
+        self.state_shape = (heads, *of_head)
         self.state = pl.BlockSpec((1, heads, *of_head), lambda h, b, c: (b, h, 0, 0))
         self.states = pl.BlockSpec((1, 1, heads, *of_head), lambda h, b, c: (b, at(c), h, 0, 0))
         self.out = tokens(heads, layout.widths[-1])
@@ -243,8 +243,8 @@ class _Refs:
             self.rows[at] = value
 
 
-def _forward_kernel(layout: Layout, counts: tuple[int, int], *refs: Any) -> None:
-    *refs, state = refs
+def _forward_kernel(layout: Layout, counts: tuple[int, int], *references: Any) -> None:
+    *refs, state = references
     number = sum(counts) + 1
     start, out, final, *states = refs[number:]
     chunk = pl.program_id(2)
@@ -266,8 +266,8 @@ def _forward_kernel(layout: Layout, counts: tuple[int, int], *refs: Any) -> None
         final[0] = state[...]
 
 
-def _backward_kernel(layout: Layout, counts: tuple[int, int], *refs: Any) -> None:
-    *refs, d_state = refs
+def _backward_kernel(layout: Layout, counts: tuple[int, int], *references: Any) -> None:
+    *refs, d_state = references
     number = sum(counts) + 1
     states, d_out, d_final = refs[number : number + 3]
     gradients, d_start = refs[number + 3 : -1], refs[-1]
@@ -277,11 +277,12 @@ def _backward_kernel(layout: Layout, counts: tuple[int, int], *refs: Any) -> Non
     def _() -> None:
         d_state[...] = d_final[0]
         for sum_ in sums:
-            sum_[...] = jnp.zeros_like(sum_)
+            sum_[...] = jnp.zeros(sum_.shape, sum_.dtype)
 
     before = [states[0, 0, head] for head in heads]
     loaded = _Refs(layout, counts, refs[:number], False).load()
-    _, pull = jax.vjp(layout.tile, *loaded, before)
+    tile: Any = layout.tile
+    _, pull = jax.vjp(tile, *loaded, before)
     towards = [d_out[0, head].astype(jnp.float32) for head in heads]
     *of_operands, of_states = pull((towards, [d_state[head] for head in heads]))
     _Refs(layout, counts, gradients, True).store(*of_operands)
@@ -296,7 +297,14 @@ def _backward_kernel(layout: Layout, counts: tuple[int, int], *refs: Any) -> Non
 # Operations of tiles.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _custom_gradient(*static: int) -> Callable[[Callable[..., Any]], Any]:
+    """Return a variant of `jax.custom_vjp` for functions whose arguments at these indices are not
+    arrays.
+    """
+    return partial(jax.custom_vjp, nondiff_argnums=static)
+
+
+@_custom_gradient(2, 3)
 def matmul(x: Array, y: Array, dims: tuple[int, int], dtype: Any) -> Array:
     """Contract `dims` of two matrices. Operands and cotangents are rounded to `dtype`, and sums are
     float32.
@@ -361,7 +369,7 @@ def iota(size: int, dim: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, (size, size), dim)
 
 
-@jax.custom_vjp
+@_custom_gradient()
 def columns(rows: Float[Array, "R W"]) -> list[Float[Array, "W 1"]]:
     """Return each row as a column."""
     turned = rows.T
@@ -380,7 +388,7 @@ def _columns_backward(shape: Any, cotangents: list[Array]) -> tuple[Array]:
 columns.defvjp(lambda rows: (columns(rows), rows.shape), _columns_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@_custom_gradient(1)
 def row(rows: Float[Array, "R W"], at: int) -> Float[Array, "1 W"]:
     """Return one of the rows."""
     return rows[at : at + 1]
@@ -394,7 +402,7 @@ def _row_backward(at: int, shape: Any, cotangent: Array) -> tuple[Array]:
 row.defvjp(lambda rows, at: (rows[at : at + 1], rows.shape), _row_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@_custom_gradient(1)
 def unstack(x: Array, count: int) -> list[Array]:
     """Split the rows of a matrix into `count` matrices."""
     size = len(x) // count
@@ -404,7 +412,7 @@ def unstack(x: Array, count: int) -> list[Array]:
 unstack.defvjp(lambda x, count: (unstack(x, count), None), lambda count, _, d: (stack(d),))
 
 
-@jax.custom_vjp
+@_custom_gradient()
 def stack(parts: Matrices) -> Array:
     """Concatenate the rows of matrices of equal sizes."""
     return jnp.concatenate(parts, axis=0) if len(parts) > 1 else parts[0]
@@ -415,7 +423,7 @@ stack.defvjp(
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@_custom_gradient(2)
 def masked_sums(mask: Float[Array, "W W"], x: Float[Array, "W d"], dtype: Any) -> Array:
     """Return sums of rows that a matrix of zeros and ones selects, as accurate as
     `accurate_matmul`. Masks have no gradient.
@@ -437,7 +445,7 @@ masked_sums.defvjp(
 )
 
 
-@jax.custom_vjp
+@_custom_gradient()
 def last_row_as_column(x: Float[Array, "W d"]) -> Float[Array, "d 1"]:
     """Return the last row as a column."""
     return x[-min(_SUBLANES, len(x)) :].T[:, -1:]
@@ -454,7 +462,7 @@ def _last_row_backward(size: int, cotangent: Array) -> tuple[Array]:
 last_row_as_column.defvjp(lambda x: (last_row_as_column(x), len(x)), _last_row_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@_custom_gradient(1, 2)
 def inverse_of_unit_lower(lower: Float[Array, "W W"], block: int, dtype: Any) -> Array:
     """Invert `1 + lower`, where `lower` is strictly lower triangular within diagonal blocks of this
     size, and 0 outside of them; see `delta_rule.inverse_of_unit_lower`.
