@@ -20,6 +20,7 @@ from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.nn.module import LayerContext
 from maxpipe.nn.recurrent_backends import has_tpu_devices, run_backward, run_forward
 from maxpipe.nn.recurrent_kernels import Layout, Operands, merge_states, split_states
+from maxpipe.parallel.collectives import mark_varying
 
 _EMPTY_SEGMENT = -1
 """Segment ID that marks positions before the start of a sequence."""
@@ -134,7 +135,7 @@ def scan_chunks(
     """
     layout = _kernel_layout(rule, inputs, segments)
     if layout is not None:
-        operands = rule.operands(weights, inputs, segments, before)  # type: ignore[attr-defined]
+        operands = _kernel_operands(rule, weights, inputs, segments, before)
         out, state, _ = _run_kernel(layout, operands, before, save_states=False)
         return _tokens_first(layout, out, segments), state
     chunks = rule.chunks(weights, inputs, segments, before)
@@ -146,7 +147,7 @@ def _scan_forward(rule: Recurrence, *arguments: Any) -> tuple[Any, Any]:
     weights, inputs, segments, before = arguments
     layout = _kernel_layout(rule, inputs, segments)
     if layout is not None:
-        operands = rule.operands(*arguments)  # type: ignore[attr-defined]
+        operands = _kernel_operands(rule, *arguments)
         out, state, states = _run_kernel(layout, operands, before, save_states=True)
         return (_tokens_first(layout, out, segments), state), (arguments, states)
     chunks = rule.chunks(*arguments)
@@ -198,7 +199,7 @@ def _kernel_backward(rule: Any, layout: Layout, saved: Any, cotangents: Any) -> 
     (weights, inputs, segments, before), states = saved
 
     def again(weights: Weights, inputs: Tree, tail: Tree) -> Operands:
-        return rule.operands(weights, inputs, segments, before._replace(tail=tail))
+        return _kernel_operands(rule, weights, inputs, segments, before._replace(tail=tail))
 
     operands, pull_operands = jax.vjp(again, weights, inputs, before.tail)
     d_read, d_state = cotangents
@@ -226,6 +227,12 @@ def _kernel_layout(rule: Recurrence, inputs: Tree, segments: Array) -> Layout | 
     if not has_tpu_devices():
         return None
     return rule.layout(inputs, segments.shape[1])
+
+
+def _kernel_operands(rule: Any, *arguments: Any) -> Operands:
+    # The transpose of `mark_varying` sums the gradients of weights that are replicated across
+    # devices.
+    return mark_varying(rule.operands(*arguments))
 
 
 def _run_kernel(

@@ -316,7 +316,8 @@ def _rounded_matmul(x: Array, y: Array, dims: tuple[int, int], dtype: Any) -> Ar
     precision = None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     numbers = (((dims[0],), (dims[1],)), ((), ()))
     return lax.dot_general(
-        *(each.astype(dtype) for each in (x, y)),
+        x.astype(dtype),
+        y.astype(dtype),
         numbers,
         precision=precision,
         preferred_element_type=jnp.float32,
