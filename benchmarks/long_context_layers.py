@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -119,14 +118,6 @@ def layer_cycles(name: str, tokens: int) -> float:
     profile = profile_program(parse_hlo(compiled.as_text() or ""))
     is_scan = [entry.instruction.name.startswith("recurrence_") for entry in profile.entries]
     others = [entry for entry, scan in zip(profile.entries, is_scan, strict=True) if not scan]
-    if os.environ.get("SHOW"):
-        from maxpipe.planner.instruction_costs import profile_lines, table
-
-        print("\n".join(table(profile_lines(profile, target.hardware), 30)))
-        for kernel in KernelSchedule.read_all(Path(folder.name), RECURRENCE):
-            print(
-                kernel.name, kernel.step.length, recurrence_cycles(kernel, target.hardware, 2) / 1e6
-            )
     kernels = KernelSchedule.read_all(Path(folder.name), RECURRENCE)
     scans = sum(recurrence_cycles(kernel, target.hardware, num_cores=2) for kernel in kernels)
     return all_cycles(replace(profile, entries=others), target.hardware) + scans
@@ -164,8 +155,8 @@ PREAMBLE = """\
 `python benchmarks/long_context_layers.py --write`. No TPU was used. Each figure is the number of
 cycles of the forward and backward pass of one sublayer, with its projections, for one sequence on
 one v5p chip. Attention kernels are counted at the rates of
-[kernel_schedules](kernel_schedules.md), and instructions without an estimate at the memory
-bandwidth.
+[kernel_schedules](kernel_schedules.md), kernels of recurrent layers at the number of their
+scheduled instructions, and instructions without an estimate at the memory bandwidth.
 """
 
 RECURRENT = """

@@ -161,13 +161,16 @@ class _DeltaRule:
         if not supports_delta_rule(part, tokens) or part.num_key_heads % shards:
             return None
         heads = part.num_value_heads // shards
-        unit = math.lcm(stack, part.group)
-        if heads % unit:
+        per_step = math.lcm(stack, part.group)
+        if heads % per_step:
             return None
+        if per_step <= 2 and heads % (2 * per_step) == 0:
+            # Instructions of independent heads overlap.
+            per_step *= 2
         tile = GatedDeltaTile(part.chunk, stack, part.group, part.norm, qkvz.dtype)
         widths = (part.key_size, part.key_size, part.value_size, part.value_size)
-        steps = heads // unit
-        return Layout(tile, part.chunk, widths, steps, tile.flops(part.key_size, part.value_size))
+        flops = tile.flops(part.key_size, part.value_size)
+        return Layout(tile, part.chunk, widths, heads // per_step, flops)
 
     def operands(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache

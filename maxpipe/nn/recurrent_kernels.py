@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
+from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Float
 
 from maxpipe.parallel import scopes
@@ -281,10 +282,10 @@ def _backward_kernel(layout: Layout, counts: tuple[int, int], *references: Any) 
 
     before = [states[0, 0, head] for head in heads]
     loaded = _Refs(layout, counts, refs[:number], False).load()
-    tile: Any = layout.tile
-    _, pull = jax.vjp(tile, *loaded, before)
     towards = [d_out[0, head].astype(jnp.float32) for head in heads]
-    *of_operands, of_states = pull((towards, [d_state[head] for head in heads]))
+    *of_operands, of_states = _tile_gradients(
+        layout.tile, (*loaded, before), (towards, [d_state[head] for head in heads])
+    )
     _Refs(layout, counts, gradients, True).store(*of_operands)
     for head, value in zip(heads, of_states, strict=True):
         d_state[head] = value
@@ -292,6 +293,22 @@ def _backward_kernel(layout: Layout, counts: tuple[int, int], *references: Any) 
     @pl.when(chunk == pl.num_programs(2) - 1)
     def _() -> None:
         d_start[0] = d_state[...]
+
+
+def _tile_gradients(tile: Any, arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of a tile.
+
+    The types of arguments may contain mesh axes over which the arrays vary, and those of results do
+    not. Therefore, arrays without such types are differentiated.
+    """
+
+    def run(arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+        return jax.vjp(tile, *arguments)[1](cotangents)
+
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arguments, cotangents))
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*plain)
+    results = jaxpr_as_fun(traced)(*jax.tree.leaves((arguments, cotangents)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 # Operations of tiles.

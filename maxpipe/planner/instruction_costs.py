@@ -43,7 +43,7 @@ _RECURRENCE_KERNELS = "recurrence_"
 """Prefix of the names of kernels in `maxpipe.nn.recurrent_kernels`."""
 RECURRENCE_EFFICIENCY = 0.4
 """Fraction of peak FLOP/s in the kernels of recurrent layers, from their instruction schedules on
-v5p (`benchmarks/long_context_layers.md`)."""
+v5p. The rate is that of the gated delta rule (`benchmarks/kernel_schedules.py`)."""
 
 
 @dataclass(frozen=True)
