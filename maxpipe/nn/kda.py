@@ -180,7 +180,7 @@ class _DeltaRule:
         tokens = (heads_first(x, size) for x in (query, key, value, forget, gate))
         write = cut(jax.nn.sigmoid(write.astype(jnp.float32))[:, :, :, None, None], size)[..., 0]
         stack = delta_rule_stack(part)
-        index = jnp.zeros((1, 1, 1, 1, size), jnp.int32)
+        index = jnp.zeros((*write.shape[:2], 1, 1, size), jnp.int32)
         rows = stacked_rows([write], index, stack)
         return Operands((weights["norm"][None, None],), tuple(tokens), rows)
 

@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 from maxpipe.nn import recurrent_kernels
-from maxpipe.nn.attention.interface import query_axes
+from maxpipe.nn.attention.interface import shard_axes
 from maxpipe.nn.recurrent_kernels import Layout, Operands
 from maxpipe.parallel.collectives import map_shards, mark_varying
 from maxpipe.parallel.mesh import mesh_device_kind
@@ -39,8 +38,7 @@ def has_tpu_devices() -> bool:
 
 def kernel_shards(rows: int, heads: int) -> KernelShards:
     """Return the mesh axes that shard sequences and heads."""
-    shape: Any = jax.ShapeDtypeStruct((rows, 1, heads, 1), jnp.float32)
-    batch, axis = query_axes(shape)
+    batch, axis = shard_axes(rows, heads)
     mesh = jax.sharding.get_abstract_mesh()
     return KernelShards(batch, axis, mesh.shape[axis] if axis else 1)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class Operands(NamedTuple):
     """Float32 arrays with tokens in the last dim, for each stack of heads and each chunk."""
 
 
+@runtime_checkable
 class Tile(Protocol):
     """Function of one chunk of some heads. All its arrays are matrices. The results are the outputs
     `[C, v]` and the new states.
