@@ -25,7 +25,7 @@ LAYERS = {
         key_size=8, value_size=16, num_key_heads=2, num_value_heads=2, norm=RMSNorm(16, 1e-4)
     ),
     "chunk of one matrix": test_delta.LAYER.with_part(
-        chunk=8, key_size=8, value_size=8, norm=RMSNorm(8, 1e-4, offset=1.0)
+        chunk=8, key_size=8, value_size=8, norm=RMSNorm(8, 1e-4)
     ),
     "Kimi delta attention": test_kda.LAYER.with_part(
         num_heads=4, head_dim=8, norm=RMSNorm(8, 1e-4, scales_in_float32=True)
