@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -197,6 +198,22 @@ def _moved(kernel: KernelSchedule, sizes: Any, steps: float, inner_tiles: int) -
         times = len(sizes) * (inner_tiles if once and inner_tiles > 1 else 1) if once else steps
         total += 2 * float(np.prod(block)) * times
     return total
+
+
+RECURRENCE = r"recurrence_(?:forward|backward)"
+
+
+def recurrence_cycles(kernel: KernelSchedule, hardware: Any, num_cores: int) -> float:
+    """Return the cycles of a recurrence kernel.
+
+    The time of a grid step is the number of its instructions, but at least the time of its
+    transfers at the published bandwidth. The cores process different heads.
+    """
+    block, whole = next(sizes for sizes in kernel.windows if len(sizes[1]) == 4)
+    steps = math.prod(full // size for size, full in zip(block, whole, strict=True))
+    moved = sum(4 * math.prod(block) for block, _ in kernel.windows)
+    rate = hardware.memory_gb_per_second / hardware.clock_ghz / num_cores
+    return steps / num_cores * max(kernel.step.length, moved / rate)
 
 
 SPLASH = r"splash_(?:forward|backward)"

@@ -13,12 +13,16 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kernel_schedules import RECURRENCE, KernelSchedule, recurrence_cycles, write_schedules
+
 CHIP = "v5p:2x2x1"
-RECURRENT_TOKENS = (4096,)
+RECURRENT_TOKENS = (4096, 65_536)
 SPARSE_TOKENS = (131_072,)
 TENSOR = 8
 """Size of the tensor axis of the sparse attention layers. A chip has an eighth of the heads."""
@@ -66,6 +70,8 @@ def layer_cycles(name: str, tokens: int) -> float:
     """Return the cycles of a sublayer's forward and backward pass over one sequence."""
     from maxpipe.planner import topology
 
+    folder = tempfile.TemporaryDirectory()
+    write_schedules(Path(folder.name))
     target = topology.parse_topology(CHIP)
     topology.prepare(target)
 
@@ -109,7 +115,12 @@ def layer_cycles(name: str, tokens: int) -> float:
     with jax.set_mesh(mesh):
         arguments = params, x, x, ids, array(1, tokens, dtype="float32")
         compiled = jax.jit(run).lower(*arguments).compile(options)
-    return all_cycles(profile_program(parse_hlo(compiled.as_text() or "")), target.hardware)
+    profile = profile_program(parse_hlo(compiled.as_text() or ""))
+    is_scan = [entry.instruction.name.startswith("recurrence_") for entry in profile.entries]
+    others = [entry for entry, scan in zip(profile.entries, is_scan, strict=True) if not scan]
+    kernels = KernelSchedule.read_all(Path(folder.name), RECURRENCE)
+    scans = sum(recurrence_cycles(kernel, target.hardware, num_cores=2) for kernel in kernels)
+    return all_cycles(replace(profile, entries=others), target.hardware) + scans
 
 
 def rows(names: dict[str, Any], all_tokens: tuple[int, ...]) -> str:
@@ -144,8 +155,8 @@ PREAMBLE = """\
 `python benchmarks/long_context_layers.py --write`. No TPU was used. Each figure is the number of
 cycles of the forward and backward pass of one sublayer, with its projections, for one sequence on
 one v5p chip. Attention kernels are counted at the rates of
-[kernel_schedules](kernel_schedules.md), and instructions without an estimate at the memory
-bandwidth.
+[kernel_schedules](kernel_schedules.md), kernels of recurrent layers at the number of their
+scheduled instructions, and instructions without an estimate at the memory bandwidth.
 """
 
 RECURRENT = """

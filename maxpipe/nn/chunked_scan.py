@@ -18,6 +18,9 @@ from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers.recurrent import Recurrent
 from maxpipe.nn.module import LayerContext
+from maxpipe.nn.recurrent_backends import has_tpu_devices, run_backward, run_forward
+from maxpipe.nn.recurrent_kernels import Layout, Operands, merge_states, split_states
+from maxpipe.parallel.collectives import mark_varying
 
 EMPTY_SEGMENT = -1
 """Segment ID that marks positions before the start of a sequence."""
@@ -118,6 +121,21 @@ class Recurrence(Protocol):
         ...
 
 
+@runtime_checkable
+class KernelRecurrence(Protocol):
+    """A recurrence that TPU kernels can run."""
+
+    def layout(self, inputs: Tree, tokens: int) -> Layout | None:
+        """Return the options of the kernels, or None if they do not support the sizes."""
+        ...
+
+    def operands(
+        self, weights: Weights, inputs: Tree, segments: Array, before: RecurrentCache
+    ) -> Operands:
+        """Return the arrays of the kernels."""
+        ...
+
+
 def chunk_size(part: Recurrent, tokens: int) -> int:
     """Return the number of tokens per chunk in a sequence of this length."""
     return min(part.chunk, 1 << (tokens - 1).bit_length())
@@ -135,13 +153,23 @@ def scan_chunks(
 
     The backward pass saves the arguments and the state before each chunk.
     """
+    layout = _kernel_layout(rule, inputs, segments)
+    if layout is not None:
+        operands = _kernel_operands(rule, weights, inputs, segments, before)
+        out, state, _ = _run_kernel(layout, operands, before, save_states=False)
+        return _tokens_first(layout, out, segments), state
     chunks = rule.chunks(weights, inputs, segments, before)
     state, read = lax.scan(partial(rule.step, _step_weights(rule, weights)), before.state, chunks)
     return _merge(read, segments.shape[1]), state
 
 
 def _scan_forward(rule: Recurrence, *arguments: Any) -> tuple[Any, Any]:
-    weights, _, segments, before = arguments
+    weights, inputs, segments, before = arguments
+    layout = _kernel_layout(rule, inputs, segments)
+    if layout is not None:
+        operands = _kernel_operands(rule, *arguments)
+        out, state, states = _run_kernel(layout, operands, before, save_states=True)
+        return (_tokens_first(layout, out, segments), state), (arguments, states)
     chunks = rule.chunks(*arguments)
 
     def through(state: Array, chunk: Tree) -> tuple[Array, tuple[Array, Array]]:
@@ -154,6 +182,9 @@ def _scan_forward(rule: Recurrence, *arguments: Any) -> tuple[Any, Any]:
 
 def _scan_backward(rule: Recurrence, saved: Any, cotangents: Any) -> Any:
     (weights, inputs, segments, before), states = saved
+    layout = _kernel_layout(rule, inputs, segments)
+    if layout is not None:
+        return _kernel_backward(rule, layout, saved, cotangents)
 
     def again(weights: Weights, inputs: Tree, tail: Tree) -> Tree:
         return rule.chunks(weights, inputs, segments, before._replace(tail=tail))
@@ -184,7 +215,59 @@ def _scan_backward(rule: Recurrence, saved: Any, cotangents: Any) -> Any:
     return d_weights, d_inputs, None, RecurrentCache(d_tail, None, d_state)  # type: ignore[arg-type]
 
 
+def _kernel_backward(rule: Any, layout: Layout, saved: Any, cotangents: Any) -> Any:
+    (weights, inputs, segments, before), states = saved
+
+    def again(weights: Weights, inputs: Tree, tail: Tree) -> Operands:
+        return _kernel_operands(rule, weights, inputs, segments, before._replace(tail=tail))
+
+    operands, pull_operands = jax.vjp(again, weights, inputs, before.tail)
+    d_read, d_state = cotangents
+    tokens = operands.tokens[0].shape[2]
+    d_read = jnp.pad(d_read, [(0, 0), (0, tokens - d_read.shape[1]), (0, 0), (0, 0)])
+    heads = d_read.shape[2] // layout.heads_per_state
+    d_out = d_read.reshape(*d_read.shape[:2], heads, -1).swapaxes(1, 2)
+    d_last = merge_states(layout, d_state)
+    d_operands, d_start = run_backward(layout, operands, states, d_out, d_last)
+    d_start = split_states(layout, d_start, d_state.shape)
+    d_weights, d_inputs, d_tail = pull_operands(d_operands)
+    # A split backward pass saves these small gradients instead of their inputs.
+    d_weights, d_inputs = lax.optimization_barrier((d_weights, d_inputs))
+    cache: Any = RecurrentCache(d_tail, None, d_start)  # type: ignore
+    return d_weights, d_inputs, None, cache
+
+
 scan_chunks.defvjp(_scan_forward, _scan_backward)
+
+
+def _kernel_layout(rule: Recurrence, inputs: Tree, segments: Array) -> Layout | None:
+    """Return the options of the TPU kernels, or None if plain JAX runs the recurrence."""
+    if not isinstance(rule, KernelRecurrence):
+        return None
+    if not has_tpu_devices():
+        return None
+    return rule.layout(inputs, segments.shape[1])
+
+
+def _kernel_operands(rule: Any, *arguments: Any) -> Operands:
+    # The transpose of `mark_varying` sums the gradients of weights that are replicated across
+    # devices.
+    return mark_varying(rule.operands(*arguments))
+
+
+def _run_kernel(
+    layout: Layout, operands: Operands, before: RecurrentCache, *, save_states: bool
+) -> tuple[Array, Array, Array | None]:
+    start = merge_states(layout, before.state)
+    out, state, states = run_forward(layout, operands, start, save_states=save_states)
+    return out, split_states(layout, state, before.state.shape), states
+
+
+def _tokens_first(
+    layout: Layout, out: Float[Array, "B V S w"], segments: Array
+) -> Float[Array, "B T H dv"]:
+    out = out.swapaxes(1, 2)[:, : segments.shape[1]]
+    return out.reshape(*segments.shape, out.shape[2] * layout.heads_per_state, -1)
 
 
 def _step_weights(rule: Recurrence, weights: Weights) -> Weights:
@@ -214,19 +297,47 @@ def decay_in_chunks(
     size: int,
 ) -> Decay:
     """Return the decay in chunks of `size` tokens; `forget` is the log decay of each token."""
-    # Index of each token's document within the chunk. Document 0 continues from the previous chunk.
+    total, document, since, until = decay_rows(forget, segments, before, size)
+    within = _within_documents(document)
+    between = jnp.where(within, total[..., :, None] - total[..., None, :], -jnp.inf)
+    return Decay(jnp.exp(between), since, until)
+
+
+class DecayRows(NamedTuple):
+    """Decay of each token of each chunk."""
+
+    total: Float[Array, "N B K r C"]
+    """Log decay since the start of the chunk or of the token's document."""
+    document: Int[Array, "N B 1 1 C"]
+    """Index of each token's document within the chunk. Document 0 continues from the previous
+    chunk."""
+    since: Float[Array, "N B K r C"]
+    """Decay from the start of the chunk to each token, 0 if another document starts between
+    them."""
+    until: Float[Array, "N B K r C"]
+    """Decay from each token to the end of the chunk."""
+
+
+def decay_rows(
+    forget: Float[Array, "B T K r"],
+    segments: Int[Array, "B T"],
+    before: RecurrentCache,
+    size: int,
+) -> DecayRows:
+    """Return the decay of each token in chunks of `size` tokens."""
     last = jnp.concatenate([before.segments[:, -1:], segments[:, :-1]], axis=1)
     document = jnp.cumsum(cut((segments != last)[:, :, None, None], size)[:, :, :, :, 0], axis=-1)
     document = document[:, :, :, None]
-    within = document[..., :, None] == document[..., None, :]
-    within &= jnp.tri(size, dtype=bool)
-    total = _cumulative_log_decay(within, cut(forget[..., None], size))
+    total = _cumulative_log_decay(_within_documents(document), cut(forget[..., None], size))
     until = jnp.where(document == document[..., -1:], total[..., -1:] - total, -jnp.inf)
-    return Decay(
-        jnp.exp(jnp.where(within, total[..., :, None] - total[..., None, :], -jnp.inf)),
-        jnp.where(document == 0, jnp.exp(total), 0.0),
-        jnp.exp(until),
-    )
+    since = jnp.where(document == 0, jnp.exp(total), 0.0)
+    return DecayRows(total, document, since, jnp.exp(until))
+
+
+def _within_documents(document: Int[Array, "N B 1 1 C"]) -> Bool[Array, "N B 1 1 C C"]:
+    """Return for each token the earlier tokens of its document, including the token."""
+    same = document[..., :, None] == document[..., None, :]
+    return same & jnp.tri(document.shape[-1], dtype=bool)
 
 
 def _cumulative_log_decay(
@@ -270,6 +381,12 @@ def cut(x: Array, size: int) -> Array:
     x = jnp.pad(x, [(0, 0), (0, count * size - tokens), *[(0, 0)] * len(other_dims)])
     x = x.reshape(rows, count, size, *other_dims)
     return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
+
+
+def heads_first(x: Float[Array, "B T K d"], size: int) -> Float[Array, "B K S d"]:
+    """Move heads before tokens, and pad the tokens with zeros to a multiple of the chunk size."""
+    padding = -x.shape[1] % size
+    return jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)]).swapaxes(1, 2)
 
 
 def _merge(x: Float[Array, "N B K r C d"], tokens: int) -> Float[Array, "B T V d"]:

@@ -6,6 +6,7 @@ from chunk to chunk.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,11 +25,21 @@ from maxpipe.nn.chunked_scan import (
     chunk_size,
     cut,
     decay_in_chunks,
+    decay_rows,
     empty_cache,
+    heads_first,
 )
 from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
+from maxpipe.nn.delta_rule_tile import (
+    GatedDeltaTile,
+    delta_rule_stack,
+    stacked_rows,
+    supports_delta_rule,
+)
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_context import scan_sequences
+from maxpipe.nn.recurrent_kernels import Layout, Operands
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
@@ -142,6 +153,42 @@ class _DeltaRule:
             ChunkDecay(decay.since[..., None], decay.until[..., None]),
             cut(gate.reshape(by_value), size),
         )
+
+    def layout(self, inputs: Any, tokens: int) -> Layout | None:
+        """Return the options of the TPU kernels, or None if they do not support the sizes."""
+        part, qkvz = self.part, inputs[0]
+        stack = delta_rule_stack(part)
+        shards = kernel_shards(len(qkvz), part.num_value_heads).number
+        if not supports_delta_rule(part, tokens) or part.num_key_heads % shards:
+            return None
+        heads = part.num_value_heads // shards
+        per_step = math.lcm(stack, part.group)
+        if heads % per_step:
+            return None
+        if per_step <= 2 and heads % (2 * per_step) == 0:
+            # Instructions of independent heads overlap.
+            per_step *= 2
+        tile = GatedDeltaTile(part.chunk, stack, part.group, part.norm, qkvz.dtype)
+        widths = (part.key_size, part.key_size, part.value_size, part.value_size)
+        flops = tile.flops(part.key_size, part.value_size)
+        return Layout(tile, part.chunk, widths, heads // per_step, flops)
+
+    def operands(
+        self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
+    ) -> Operands:
+        """Return the arrays of the TPU kernels."""
+        part, (qkvz, ba) = self.part, inputs
+        stack = delta_rule_stack(part)
+        mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
+        heads = (part.num_key_heads, part.key_size)
+        query, key, value = convolve(weights, heads, mixed, segments, before)
+        query *= part.key_size**-0.5
+        write, forget = _gates(part, weights, ba.astype(jnp.float32))
+        decay = decay_rows(forget, segments, before, part.chunk)
+        write = cut(write[..., None], part.chunk)[..., 0]
+        rows = stacked_rows([decay.total, decay.since, decay.until, write], decay.document, stack)
+        tokens = (heads_first(x.astype(qkvz.dtype), part.chunk) for x in (query, key, value, gate))
+        return Operands((weights["norm"][None, None],), tuple(tokens), rows)
 
 
 def _gates(

@@ -26,10 +26,19 @@ from maxpipe.nn.chunked_scan import (
     chunk_size,
     cut,
     empty_cache,
+    heads_first,
 )
 from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
+from maxpipe.nn.delta_rule_tile import (
+    KimiDeltaTile,
+    delta_rule_stack,
+    stacked_rows,
+    supports_delta_rule,
+)
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
+from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_context import scan_sequences
+from maxpipe.nn.recurrent_kernels import Layout, Operands
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _HEADS = (None, None, "heads", None)
@@ -145,6 +154,36 @@ class _DeltaRule:
         # Each key head has one value head.
         arrays = (query, key, value, write, (mixing, overlap), decay, gate)
         return make_chunks(*jax.tree.map(lambda x: x[:, :, :, None], arrays))
+
+    def layout(self, inputs: Any, tokens: int) -> Layout | None:
+        """Return the options of the TPU kernels, or None if they do not support the sizes."""
+        part, joined = self.part, inputs[0]
+        stack = delta_rule_stack(part)
+        heads = part.num_heads // kernel_shards(len(joined), part.num_heads).number
+        if not supports_delta_rule(part, tokens) or heads % stack:
+            return None
+        tile = KimiDeltaTile(part.chunk, stack, part.norm, joined.dtype)
+        widths = (part.head_dim,) * 5
+        return Layout(tile, part.chunk, widths, heads // stack, tile.flops(part.head_dim))
+
+    def operands(
+        self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
+    ) -> Operands:
+        """Return the arrays of the TPU kernels."""
+        part, (joined, write) = self.part, inputs
+        head_dim, size = part.head_dim, part.chunk
+        ends = (part.mixed_size, part.mixed_size + head_dim)
+        mixed, forget, gate = jnp.split(joined, ends, axis=-1)
+        convolved = convolve(weights, (part.num_heads, head_dim), mixed, segments, before)
+        query, key, value = (x.astype(joined.dtype) for x in convolved)
+        query *= head_dim**-0.5
+        forget = _log_decay(weights, forget, segments, before)
+        tokens = (heads_first(x, size) for x in (query, key, value, forget, gate))
+        write = cut(jax.nn.sigmoid(write.astype(jnp.float32))[:, :, :, None, None], size)[..., 0]
+        stack = delta_rule_stack(part)
+        index = jnp.zeros((*write.shape[:2], 1, 1, size), jnp.int32)
+        rows = stacked_rows([write], index, stack)
+        return Operands((weights["norm"][None, None],), tuple(tokens), rows)
 
 
 def _log_decay(

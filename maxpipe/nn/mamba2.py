@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from maxpipe.models.layers import mamba2
+from maxpipe.nn import recurrent_kernels
 from maxpipe.nn.chunked_scan import (
     RecurrentCache,
     StateUpdate,
@@ -25,10 +26,16 @@ from maxpipe.nn.chunked_scan import (
     chunk_size,
     cut,
     decay_in_chunks,
+    decay_rows,
     empty_cache,
+    heads_first,
 )
+from maxpipe.nn.delta_rule_tile import stacked_rows
+from maxpipe.nn.mamba2_tile import Mamba2Tile
 from maxpipe.nn.module import LayerContext, Output, SpecModule
+from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_context import scan_sequences
+from maxpipe.nn.recurrent_kernels import Layout, Operands
 from maxpipe.parallel.sharding import AxisRules, constrain
 
 _CONVOLVED = ("value", "key", "query")
@@ -127,6 +134,11 @@ class _StateSpace:
     part: mamba2.Mamba2
     step_weights: ClassVar[tuple[str, ...]] = ("norm",)
 
+    @property
+    def _joined(self) -> int:
+        """Return the number of heads that the TPU kernels process as one matrix."""
+        return max(recurrent_kernels.LANES // self.part.head_dim, 1)
+
     def step(
         self, weights: Weights, state: Float[Array, "B K r dk dv"], chunk: Chunk
     ) -> tuple[Float[Array, "B K r dk dv"], Float[Array, "B K r C dv"]]:
@@ -148,27 +160,52 @@ class _StateSpace:
         key, keep = chunks.key[..., None, :, :], chunks.keep[..., None]
         return StateUpdate(key, chunks.value, None, keep)
 
+    def layout(self, inputs: Any, tokens: int) -> Layout | None:
+        """Return the options of the TPU kernels, or None if they do not support the sizes.
+
+        The norm covers a group of heads, so each device needs complete groups.
+        """
+        part, inner = self.part, inputs[0]
+        joined = self._joined
+        shards = kernel_shards(len(inner), part.num_heads // joined).number
+        groups, sizes = part.num_groups // shards, (part.state_size, joined * part.head_dim)
+        if part.num_groups % shards or part.group % joined or tokens < part.chunk:
+            return None
+        if any(size % recurrent_kernels.LANES for size in (part.chunk, *sizes)):
+            return None
+        tile = Mamba2Tile(part.chunk, joined, part.head_dim, part.norm.epsilon, inner.dtype)
+        widths = (part.state_size, part.state_size, sizes[1], sizes[1])
+        flops = tile.flops(part.state_size, part.group)
+        return Layout(tile, part.chunk, widths, groups, flops, joined)
+
+    def operands(
+        self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
+    ) -> Operands:
+        """Return the arrays of the TPU kernels."""
+        part, (inner, _, _) = self.part, inputs
+        key, query, value, time_step, forget = self._convolved(weights, inputs, segments, before)
+        decay = decay_rows(forget, segments, before, part.chunk)
+        time_step = cut(time_step.reshape(forget.shape)[..., None], part.chunk)[..., 0]
+        rows = [decay.total, decay.since, decay.until, time_step]
+        joined = self._joined
+
+        def join(x: Array) -> Array:
+            return x.reshape(*x.shape[:2], part.num_heads // joined, -1)
+
+        gate, value = join(inner[..., : part.head_dim]), join(value)
+        tokens = (heads_first(x.astype(inner.dtype), part.chunk) for x in (query, key, gate, value))
+        skip = jnp.repeat(weights["skip"][:, None], part.head_dim, axis=1)
+        shared = (x.reshape(-1, 1, joined * part.head_dim) for x in (skip, weights["norm"]))
+        return Operands(tuple(shared), tuple(tokens), stacked_rows(rows, decay.document, 1))
+
     def chunks(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
     ) -> Chunk:
         """Return all chunks of the sequences."""
-        part, (inner, shared, time_step) = self.part, inputs
+        part, inner = self.part, inputs[0]
         size = chunk_size(part, inner.shape[1])
-        rows, of = before.prepend_tail(_mixed(part, inner, shared), segments)
-        value, key, query = (
-            causal_convolution(
-                weights[f"conv_{name}"], weights.get(f"conv_{name}_bias"), row, of, segments
-            )
-            for name, row in zip(_CONVOLVED, rows, strict=True)
-        )
-        grouped = (*segments.shape, part.num_groups, part.group)
-        bias, rate, skip = (
-            weights[name].astype(jnp.float32) for name in ("time_step_bias", "decay", "skip")
-        )
-        time_step = jax.nn.softplus(time_step.astype(jnp.float32) + bias)
-        if part.min_time_step:
-            time_step = jnp.maximum(time_step, part.min_time_step)
-        forget = (-jnp.exp(rate) * time_step).reshape(grouped)
+        key, query, value, time_step, forget = self._convolved(weights, inputs, segments, before)
+        grouped, skip = forget.shape, weights["skip"].astype(jnp.float32)
         decay = decay_in_chunks(forget, segments, before, size)
         key, query = cut(key, size), cut(query, size)
         written = cut((value * time_step[..., None]).reshape(*grouped, -1), size)
@@ -183,3 +220,22 @@ class _StateSpace:
             inside=scores @ written + kept,
             gate=cut(inner[..., : part.head_dim].reshape(*grouped, -1), size),
         )
+
+    def _convolved(
+        self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
+    ) -> tuple[Array, Array, Array, Array, Float[Array, "B T K r"]]:
+        """Return float32 keys, queries, values and time steps, and the log decay of the state."""
+        part, (inner, shared, time_step) = self.part, inputs
+        rows, of = before.prepend_tail(_mixed(part, inner, shared), segments)
+        value, key, query = (
+            causal_convolution(
+                weights[f"conv_{name}"], weights.get(f"conv_{name}_bias"), row, of, segments
+            )
+            for name, row in zip(_CONVOLVED, rows, strict=True)
+        )
+        bias, rate = (weights[name].astype(jnp.float32) for name in ("time_step_bias", "decay"))
+        time_step = jax.nn.softplus(time_step.astype(jnp.float32) + bias)
+        if part.min_time_step:
+            time_step = jnp.maximum(time_step, part.min_time_step)
+        forget = (-jnp.exp(rate) * time_step).reshape(*segments.shape, part.num_groups, part.group)
+        return key, query, value, time_step, forget

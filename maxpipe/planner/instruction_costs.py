@@ -39,6 +39,11 @@ _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
 
 _EXPERT_KERNELS = ("grouped_matmul", "grouped_outer")
 """Prefixes of the names of kernels in `maxpipe.nn.expert_backends`."""
+_RECURRENCE_KERNELS = "recurrence_"
+"""Prefix of the names of kernels in `maxpipe.nn.recurrent_kernels`."""
+RECURRENCE_EFFICIENCY = 0.4
+"""Fraction of peak FLOP/s in the kernels of recurrent layers, from their instruction schedules on
+v5p. The rate is that of the gated delta rule (`benchmarks/kernel_schedules.py`)."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,8 @@ def _kernel_efficiency(entry: InstructionCost, hardware: Hardware) -> float:
     """Return the fraction of the peak FLOP rate that a kernel is expected to reach."""
     if entry.instruction.name.startswith(_EXPERT_KERNELS):
         return hardware.expert_kernel_efficiency
+    if entry.instruction.name.startswith(_RECURRENCE_KERNELS):
+        return RECURRENCE_EFFICIENCY
     # Attention kernels return arrays with dims for sequences, heads, tokens and the elements of a
     # head.
     widths = [dims[3] for dims in array_dims(entry.instruction.shape) if len(dims) == 4]
@@ -246,6 +253,8 @@ def _efficiency_of(name: str, hardware: Hardware) -> float:
     """Return the fraction of the peak FLOP rate of an instruction without a cycle estimate."""
     if name.startswith(_EXPERT_KERNELS):
         return hardware.expert_kernel_efficiency
+    if name.startswith(_RECURRENCE_KERNELS):
+        return RECURRENCE_EFFICIENCY
     return hardware.kernel_efficiency if hardware.is_tpu else hardware.matmul_efficiency
 
 

@@ -127,6 +127,51 @@ for name, settings in (
 print(json.dumps(found))
 """
 
+RECURRENT = """
+import json, sys
+import jax, jax.numpy as jnp
+from flax import nnx
+from maxpipe.models.layers.gated_delta import GatedDelta
+from maxpipe.models.layers.kda import KimiDelta
+from maxpipe.models.layers.mamba2 import Mamba2
+from maxpipe.models.layers.mlp import RMSNorm
+from maxpipe.nn.block import sublayer_module
+from maxpipe.nn.module import LayerContext
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.planner.hlo_parser import parse_hlo
+from maxpipe.planner.hlo_profile import profile_program
+from maxpipe.planner.topology import parse_topology, topology_devices
+
+norm = RMSNorm(128, 1e-6)
+part = {
+    "delta": lambda: GatedDelta(128, 1, 2, 128, 128, 4, norm, 1.0),
+    "kimi": lambda: KimiDelta(128, 2, 128, 4, norm, 1.0),
+    "mamba": lambda: Mamba2(128, 2, 64, 1, 128, 4, False, norm, 1.0, chunk=128),
+}[sys.argv[1]]()
+mesh = jax.sharding.Mesh(topology_devices(parse_topology("v5p:2x2x1"))[:1], ("data",))
+whole = jax.NamedSharding(mesh, jax.P())
+
+def array(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+def loss(params, x, ids):
+    module = sublayer_module(part)(part, AxisRules.from_config(MeshConfig()))
+    for key, value in params.items():
+        setattr(module, key, nnx.Param(value))
+    context = LayerContext({"segment_ids": ids, "positions": ids}, jnp.asarray(0))
+    return module(x, context).x.astype(jnp.float32).sum()
+
+params = {key: array(*param.shape) for key, param in part.params.items()}
+arguments = params, array(1, 300, 128), array(1, 300, dtype="int32")
+with jax.set_mesh(mesh):
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arguments).compile()
+entries = profile_program(parse_hlo(compiled.as_text())).entries
+print(json.dumps({
+    each.instruction.name.partition(".")[0]: each.flops for each in entries if each.is_kernel
+}))
+"""
+
 
 def run(program: str, *arguments: str) -> dict[str, Any]:
     """Run a program in a subprocess; return the JSON that it prints."""
@@ -263,3 +308,11 @@ def test_compiler_rejects_by_peak_memory() -> None:
     assert peak * scale > there and total > peak
     needed = parse_out_of_memory(found["17152"])
     assert needed == pytest.approx((peak * scale, there), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["delta", "kimi", "mamba"])
+def test_recurrent_layers_compile_to_kernels_with_flop_counts(name: str) -> None:
+    """The sequence of 300 tokens is not a multiple of the chunk size."""
+    flops = run(RECURRENT, name)
+    assert {*flops} == {"recurrence_forward", "recurrence_backward"}
+    assert flops["recurrence_backward"] == 3 * flops["recurrence_forward"] > 0

@@ -201,12 +201,17 @@ def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | N
     """Return the mesh axes that shard sequences and the axis that shards heads in the current
     program.
     """
+    return shard_axes(query.shape[0], query.shape[2])
+
+
+def shard_axes(num_rows: int, num_heads: int) -> tuple[tuple[str, ...], str | None]:
+    """Return the mesh axes that shard these numbers of sequences and of heads."""
     mesh = jax.sharding.get_abstract_mesh()
     automatic = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
     rows = tuple(axis for axis in BATCH_AXES if axis in automatic)
-    if query.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
+    if num_rows % math.prod(mesh.shape[axis] for axis in rows):
         rows = ()
-    return rows, TENSOR if _head_shards(query.shape[2]) > 1 else None
+    return rows, TENSOR if _head_shards(num_heads) > 1 else None
 
 
 def repeat_kv_heads(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
