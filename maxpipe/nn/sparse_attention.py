@@ -539,19 +539,20 @@ class _Selection(NamedTuple):
         compare faster than they sort.
         """
         numbers = number * self.chunk_size + jnp.arange(self.chunk_size, dtype=jnp.int32)
-        ended = self.ends[:, None] <= numbers[:, None]
-        before = jnp.where(ended, self.ends[:, None], 0).max(2)
-        group = jnp.minimum(ended.sum(2, dtype=jnp.int32), self.ends.shape[1] - 1)
-        words = jax.vmap(lambda rows, at: rows[at])(self.members, group)
-        # Counts of up to 128 ones are exact in every matmul precision.
-        is_selected, order = words != 0, jnp.arange(_GROUP, dtype=jnp.int32)
+        # The factors are at most 128, so that sums are exact in every matmul precision.
+        ended = (self.ends[:, None] <= numbers[:, None]).astype(jnp.float32)
+        counts = jnp.diff(self.ends, axis=1, prepend=0)
+        counts = jnp.stack([counts, jnp.ones_like(counts)], 2).astype(jnp.float32)
+        before, group = jnp.moveaxis(_dot("bsg,bgn->bsn", ended, counts).astype(jnp.int32), 2, 0)
+        words = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(self.members, group)
+        is_selected, order = words != 0, jnp.arange(_GROUP, dtype=jnp.float32)
         up_to = (order[:, None] <= order).astype(jnp.float32)
         rank = _dot("bsg,gh->bsh", is_selected.astype(jnp.float32), up_to).astype(jnp.int32)
         is_key = is_selected & (rank == (numbers - before + 1)[..., None])
-        places = group * _GROUP + jnp.where(is_key, order, 0).sum(2, dtype=jnp.int32)
+        place = _dot("bsg,g->bs", is_key.astype(jnp.float32), order).astype(jnp.int32)
         words = jnp.where(is_key, words, 0).sum(2, dtype=jnp.uint32)
         is_last = numbers >= self.ends[:, -1:]
-        places = jnp.where(is_last, self.num_keys, places)
+        places = jnp.where(is_last, self.num_keys, group * _GROUP + place)
         bits = jnp.arange(tokens, dtype=jnp.uint32)[:, None]
         chosen = (words[:, None] >> bits) & 1 == 1
         return _Chunk(places, chosen & ~is_last[:, None])
