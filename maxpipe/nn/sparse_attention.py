@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt32
 
 from maxpipe.models.count import SELECTION_BLOCK
 from maxpipe.models.layers.attention import LOG_SUM
+from maxpipe.nn import row_kernel, selection_kernel
 from maxpipe.nn.attention import interface
 from maxpipe.nn.attention.interface import Mask
 from maxpipe.nn.indexer import (
@@ -33,11 +34,14 @@ from maxpipe.nn.indexer import (
     score_scale,
     weighted_sum,
 )
+from maxpipe.nn.selection_kernel import SelectionInputs
 from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
-_CHUNK = 1024
+_CHUNK = 2048
 """Number of gathered keys that are processed at once."""
+_GROUP = 128
+"""Number of keys in a group, in which selected keys are counted."""
 _DIGIT = 4
 """Number of bits that a pass over the scores adds to the threshold of a query token."""
 _INDEX_CHUNK = 2048
@@ -66,6 +70,8 @@ class SparseOptions(NamedTuple):
     """Mesh axis that shards the heads."""
     index_axis: str | None = None
     """Mesh axis that shards the index heads."""
+    interpret: bool = False
+    """Whether kernels run as JAX operations on any device."""
 
 
 class _Tokens(NamedTuple):
@@ -74,17 +80,6 @@ class _Tokens(NamedTuple):
     segments: Int[Array, "B T"]
     key_segments: Int[Array, "B S"]
     places: Int[Array, " T"]
-
-
-class _Selection(NamedTuple):
-    """Keys that a block of query tokens selects."""
-
-    places: Int[Array, "B S"]
-    """Indices of the selected keys in increasing order, followed by larger numbers than S - 1."""
-    members: UInt32[Array, "B S"]
-    """Query tokens that select each of these keys, with one bit for each token."""
-    chunks: Int[Array, ""]
-    """Number of chunks with selected keys."""
 
 
 def sparse_attend(
@@ -96,6 +91,7 @@ def sparse_attend(
     *,
     top_k: int,
     rope_size: int,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "B T N r"], Float[Array, ""]]:
     """Compute attention to the `top_k` keys with the largest index scores, and the indexer's loss.
 
@@ -103,7 +99,8 @@ def sparse_attend(
     which is also the value. `index` contains the local query tokens and all keys. The loss is the
     divergence of the indexer's distribution over the selected keys from the mean attention
     distribution of all heads, summed over the query tokens with weights `loss_mask`. If `loss_mask`
-    is None, the loss is 0. The gradient of `index` is that of the loss only.
+    is None, the loss is 0. The gradient of `index` is that of the loss only. `interpret` runs
+    kernels as JAX operations on any device.
     """
     tokens = query.shape[1]
     rows, head_axis = interface.query_axes(query)
@@ -117,6 +114,7 @@ def sparse_attend(
         mask.run or tokens,
         head_axis,
         index_axis,
+        interpret,
     )
     seen = _Tokens(
         mask.segments,
@@ -268,39 +266,42 @@ def _local_forward(
     blocks = _Blocks(query.shape[1], options.run)
 
     def of_block(d_key: Array, operands: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
-        query, index_query, weights, segments, places, counts = operands
-        block = IndexArrays(index_query, index.key, weights)
-        visible = _Visible(segments, places, seen.key_segments)
-        scores = _index_scores(block, visible, options)
-        selected = largest_keys(scores, options.top_k) & (scores > -jnp.inf)
-        members = _members(selected)
-        selection = _sorted_selection(members)
+        query, index_query, weights, members, log_index_sum, counts = operands
+        selection = _Selection.of(members)
         mixed, log_sum = _attend(query, key, selection, options)
         if counts is None:
-            return d_key, (mixed, log_sum, members, None, None, None)
-        largest = jnp.maximum(scores.max(-1, keepdims=True), _MIN_SCORE)
-        total = jnp.where(selected, jnp.exp(scores - largest), 0.0).sum(-1)
-        log_index_sum = largest[..., 0] + jnp.log(jnp.where(total > 0, total, 1.0))
+            return d_key, (mixed, log_sum, None, None, None)
+        block = IndexArrays(index_query, index.key, weights)
         loss, (d_query, d_key, d_weights) = _loss(
             query, key, block, selection, log_sum, log_index_sum, counts, d_key, options
         )
-        return d_key, (mixed, log_sum, members, loss, d_query, d_weights)
+        return d_key, (mixed, log_sum, loss, d_query, d_weights)
 
-    operands = (
-        blocks.split(query),
+    inputs = SelectionInputs(
         blocks.split(index.query),
         blocks.split(index.weights),
         blocks.split(seen.segments, _PADDING_SEGMENT),
         blocks.split_places(seen.places),
+        index.key,
+        seen.key_segments,
+    )
+    members, log_index_sum = _select(inputs, options)
+    operands = (
+        blocks.split(query),
+        inputs.query,
+        inputs.weights,
+        members,
+        log_index_sum,
         None if counts is None else blocks.split(counts),
     )
-    d_key = mark_varying(jnp.zeros(index.key.shape))
-    d_key, (mixed, log_sum, members, loss, *d_tokens) = lax.scan(of_block, d_key, operands)
+    d_key = mark_varying(_new_rows(index.key))
+    d_key, (mixed, log_sum, loss, *d_tokens) = lax.scan(of_block, d_key, operands)
     mixed, log_sum = blocks.merge(mixed), blocks.merge(log_sum)
     if counts is None:
         return mixed, log_sum, members, jnp.zeros(()), index
     d_query, d_weights = map(blocks.merge, d_tokens)
-    gradients = IndexArrays(d_query, _sum(d_key, options.index_axis), d_weights)
+    d_key = _sum(_rows_of(d_key, index.key), options.index_axis)
+    gradients = IndexArrays(d_query, d_key, d_weights)
     return mixed, log_sum, members, loss.sum(), gradients
 
 
@@ -331,20 +332,94 @@ def _local_backward(
             d_scores = (d_scores * options.scale).astype(key.dtype)
             d_query += _dot("btns,bsh->btnh", d_scores, keys)
             d_keys = _dot("btns,btnh->bsh", d_scores, query)
-            d_keys = d_keys.at[..., options.rope_size :].add(d_value)
-            return d_query, chunk.add(d_key, d_keys)
+            d_keys += jnp.pad(d_value, ((0, 0), (0, 0), (options.rope_size, 0)))
+            return d_query, chunk.add(d_key, d_keys, options)
 
-        selection, start = _sorted_selection(members), (jnp.zeros(query.shape), d_key)
+        selection, start = _Selection.of(members), (jnp.zeros(query.shape), d_key)
         d_query, d_key = _for_chunks(add, start, selection, query.shape[1], options.top_k)
         return d_key, d_query
 
     operands = (*map(blocks.split, (query, d_mixed, log_sum, slope)), members)
-    d_key, d_query = lax.scan(of_block, mark_varying(jnp.zeros(key.shape)), operands)
-    d_key = _sum(d_key, options.head_axis)
+    d_key, d_query = lax.scan(of_block, mark_varying(_new_rows(key)), operands)
+    d_key = _sum(_rows_of(d_key, key), options.head_axis)
     return blocks.merge(d_query).astype(query.dtype), d_key.astype(key.dtype)
 
 
 # Selection of keys.
+
+
+def _select(
+    inputs: SelectionInputs, options: SparseOptions
+) -> tuple[UInt32[Array, "i B S"], Float[Array, "i B t"]]:
+    """Return the selection, and the log-sum-exp of the index scores of the selected keys.
+
+    On TPUs, a kernel computes both if the scores of a few query tokens fit the on-chip memory.
+    """
+    heads, size = inputs.query.shape[3:]
+    heads *= _axis_size(options.index_axis)
+    rows = selection_kernel.rows_at_once(inputs.key.shape[1], heads, size)
+    plain, kernel = (partial(run, options) for run in (_select_by_loop, _select_by_kernel))
+    if not rows:
+        return plain(*inputs)
+    kernel = partial(kernel, rows)
+    if options.interpret:
+        return kernel(*inputs)
+    return lax.platform_dependent(*inputs, tpu=kernel, default=plain)
+
+
+def _select_by_loop(
+    options: SparseOptions, *inputs: Array
+) -> tuple[UInt32[Array, "i B S"], Float[Array, "i B t"]]:
+    """Select keys in plain JAX. Partial scores are summed over the devices."""
+    query, weights, segments, places, key, key_segments = inputs
+
+    def of_block(_: None, operands: tuple[Array, ...]) -> tuple[None, tuple[Array, Array]]:
+        query, weights, segments, places = operands
+        block, visible = IndexArrays(query, key, weights), _Visible(segments, places, key_segments)
+        scores = _index_scores(block, visible, options)
+        selected = largest_keys(scores, options.top_k) & (scores > -jnp.inf)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), _MIN_SCORE)
+        total = jnp.where(selected, jnp.exp(scores - largest), 0.0).sum(-1)
+        log_sum = largest[..., 0] + jnp.log(jnp.where(total > 0, total, 1.0))
+        return None, (_members(selected), log_sum)
+
+    return lax.scan(of_block, None, (query, weights, segments, places))[1]
+
+
+def _select_by_kernel(
+    options: SparseOptions, rows: int, *inputs: Array
+) -> tuple[UInt32[Array, "i B S"], Float[Array, "i B t"]]:
+    """Select keys by the kernel.
+
+    If the index heads are sharded, every device receives all index heads of a part of the blocks,
+    and then sends the selection of these blocks to the other devices. The selection needs 1/32 of
+    the bytes of the scores. Consecutive blocks are on different devices, as later blocks have more
+    keys.
+    """
+    local, axis = SelectionInputs(*inputs), options.index_axis
+    num_blocks, devices = len(local.query), _axis_size(axis)
+
+    def divide(x: Array, fill: int = 0) -> Shaped[Array, "j c *dims"]:
+        width = [(0, -num_blocks % devices), *((0, 0),) * (x.ndim - 1)]
+        return jnp.pad(x, width, constant_values=fill).reshape(-1, devices, *x.shape[1:])
+
+    if axis:
+        query, weights = (
+            lax.all_to_all(divide(x), axis, 1, 4, tiled=True)[:, 0] for x in local[:2]
+        )
+        device = lax.axis_index(axis)
+        segments = divide(local.segments, _PADDING_SEGMENT)[:, device]
+        places = divide(local.places)[:, device]
+        local = SelectionInputs(query, weights, segments, places, *local[4:])
+    members, log_sum = selection_kernel.select(
+        local, options.top_k, options.index_scale, rows, interpret=options.interpret
+    )
+    if axis:
+        members, log_sum = (
+            lax.all_gather(x, axis, axis=1).reshape(-1, *x.shape[1:])[:num_blocks]
+            for x in (members, log_sum)
+        )
+    return lax.bitcast_convert_type(members, jnp.uint32), log_sum
 
 
 class _Visible(NamedTuple):
@@ -431,32 +506,63 @@ def _members(selected: Bool[Array, "B t S"]) -> UInt32[Array, "B S"]:
     return (selected.astype(jnp.uint32) << bits).sum(1, dtype=jnp.uint32)
 
 
-def _sorted_selection(members: UInt32[Array, "B S"]) -> _Selection:
-    """Return the selected keys in sequence order, padded to full chunks."""
-    num_keys = members.shape[1]
-    number = jnp.arange(num_keys, dtype=jnp.int32)
-    # All indices differ, so that adding gradients needs no check for equal indices.
-    places = jnp.where(members != 0, number, num_keys + number)
-    places, members = lax.sort((places, members), dimension=1, num_keys=1, is_stable=False)
-    size = _chunk_size(num_keys)
-    most = (places < num_keys).sum(1, dtype=jnp.int32).max()
-    padding = 2 * num_keys + jnp.arange(-num_keys % size, dtype=jnp.int32)
-    padding = jnp.broadcast_to(padding, (places.shape[0], *padding.shape))
-    return _Selection(
-        jnp.concatenate([places, padding], 1),
-        jnp.pad(members, ((0, 0), (0, padding.shape[1]))),
-        -(-most // size),
-    )
+class _Selection(NamedTuple):
+    """Keys that at least one query token of a block selects, numbered in sequence order."""
 
+    members: UInt32[Array, "B G g"]
+    """Query tokens that select each key, with one bit for each token, in groups of keys."""
+    ends: Int[Array, "B G"]
+    """Number of selected keys up to the end of each group."""
+    num_keys: int
 
-def _chunk_size(num_keys: int) -> int:
-    return min(_CHUNK, num_keys)
+    @classmethod
+    def of(cls, members: UInt32[Array, "B S"]) -> _Selection:
+        """Count the selected keys. No sort is needed."""
+        num_keys = members.shape[1]
+        members = jnp.pad(members, ((0, 0), (0, -num_keys % _GROUP)))
+        members = members.reshape(len(members), -1, _GROUP)
+        ends = jnp.cumsum((members != 0).sum(2, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+        return cls(members, ends, num_keys)
+
+    @property
+    def chunk_size(self) -> int:
+        """Return the number of selected keys in a chunk."""
+        return min(_CHUNK, self.num_keys)
+
+    @property
+    def chunks(self) -> Int[Array, ""]:
+        """Return the number of chunks with selected keys."""
+        return -(-self.ends[:, -1].max() // self.chunk_size)
+
+    def chunk(self, number: Array, tokens: int) -> _Chunk:
+        """Return a chunk. Every number of a selected key is searched in all groups, because TPUs
+        compare faster than they sort.
+        """
+        numbers = number * self.chunk_size + jnp.arange(self.chunk_size, dtype=jnp.int32)
+        # The factors are at most 128, so that sums are exact in every matmul precision.
+        ended = (self.ends[:, None] <= numbers[:, None]).astype(jnp.float32)
+        counts = jnp.diff(self.ends, axis=1, prepend=0)
+        counts = jnp.stack([counts, jnp.ones_like(counts)], 2).astype(jnp.float32)
+        before, group = jnp.moveaxis(_dot("bsg,bgn->bsn", ended, counts).astype(jnp.int32), 2, 0)
+        words = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(self.members, group)
+        is_selected, order = words != 0, jnp.arange(_GROUP, dtype=jnp.float32)
+        up_to = (order[:, None] <= order).astype(jnp.float32)
+        rank = _dot("bsg,gh->bsh", is_selected.astype(jnp.float32), up_to).astype(jnp.int32)
+        is_key = is_selected & (rank == (numbers - before + 1)[..., None])
+        place = _dot("bsg,g->bs", is_key.astype(jnp.float32), order).astype(jnp.int32)
+        words = jnp.where(is_key, words, 0).sum(2, dtype=jnp.uint32)
+        is_last = numbers >= self.ends[:, -1:]
+        places = jnp.where(is_last, self.num_keys, group * _GROUP + place)
+        bits = jnp.arange(tokens, dtype=jnp.uint32)[:, None]
+        chosen = (words[:, None] >> bits) & 1 == 1
+        return _Chunk(places, chosen & ~is_last[:, None])
 
 
 class _Chunk(NamedTuple):
     """Selected keys that are processed at once."""
 
     places: Int[Array, "B s"]
+    """Indices of these keys in increasing order, or S in places without a key."""
     chosen: Bool[Array, "B t s"]
     """Whether each query token selects each of these keys."""
 
@@ -465,30 +571,39 @@ class _Chunk(NamedTuple):
         options: Any = {"mode": "clip", "indices_are_sorted": True}
         return jax.vmap(lambda x, at: x.at[at].get(**options))(x, self.places)
 
-    def add(self, x: Float[Array, "B S h"], rows: Float[Array, "B s h"]) -> Float[Array, "B S h"]:
-        """Add to the rows of the keys. Places without a key are ignored."""
-        options: Any = {"mode": "drop", "indices_are_sorted": True, "unique_indices": True}
-        return jax.vmap(lambda x, at, rows: x.at[at].add(rows, **options))(x, self.places, rows)
+    def add(
+        self, x: Float[Array, "r 1 h"], rows: Float[Array, "B s h"], options: SparseOptions
+    ) -> Float[Array, "r 1 h"]:
+        """Add to the rows of the keys of all sequences. Places without a key are ignored."""
+        batch, num_keys = len(rows), (len(x) - 1) // len(rows)
+        first = num_keys * jnp.arange(batch, dtype=jnp.int32)[:, None]
+        places = jnp.where(self.places < num_keys, first + self.places, len(x) - 1)
+        rows = rows.reshape(-1, rows.shape[2])
+        return row_kernel.add_rows(x, places.reshape(-1), rows, interpret=options.interpret)
 
 
 def _for_chunks(
     run: Callable[[_Chunk, Any], Any], start: Any, selection: _Selection, tokens: int, top_k: int
 ) -> Any:
     """Call `run(chunk, state)` for each chunk with selected keys, and return the last state."""
-    padded = selection.places.shape[1]
-    size = _chunk_size(padded)
-    bits = jnp.arange(tokens, dtype=jnp.uint32)[:, None]
+    size = selection.chunk_size
 
     def body(number: Array, state: Any) -> Any:
-        places, members = (
-            lax.dynamic_slice_in_dim(array, number * size, size, 1)
-            for array in (selection.places, selection.members)
-        )
-        return run(_Chunk(places, (members[:, None] >> bits) & 1 == 1), state)
+        return run(selection.chunk(number, tokens), state)
 
-    mean = min(-(-int(UNION * top_k) // size), padded // size)
+    mean = -(-min(int(UNION * top_k), selection.num_keys) // size)
     with jax.named_scope(scopes.trips(mean)):
         return lax.fori_loop(0, selection.chunks, body, mark_varying(start))
+
+
+def _new_rows(x: Float[Array, "B S h"]) -> Float[Array, "r 1 h"]:
+    """Return float32 zeros to which the gradients of `x` are added."""
+    return row_kernel.new_rows(x.shape[0] * x.shape[1], x.shape[2])
+
+
+def _rows_of(rows: Float[Array, "r 1 h"], x: Float[Array, "B S h"]) -> Float[Array, "B S h"]:
+    """Return the gradients of `x`."""
+    return rows[:-1].reshape(x.shape)
 
 
 # Attention and loss of a block over the selected keys.
@@ -528,15 +643,15 @@ def _loss(
     log_sum: Float[Array, "B t N"],
     log_index_sum: Float[Array, "B t"],
     counts: Float[Array, "B t"],
-    d_key: Float[Array, "B S d"],
+    d_key: Float[Array, "r 1 d"],
     options: SparseOptions,
-) -> tuple[Float[Array, ""], IndexArrays]:
+) -> tuple[Float[Array, ""], tuple[Array, Array, Array]]:
     """Return the loss of a block and its float32 gradients. The gradient of the keys is added to
     `d_key`.
     """
     num_heads = query.shape[2] * _axis_size(options.head_axis)
 
-    def add(chunk: _Chunk, state: tuple[Array, IndexArrays]) -> tuple[Array, IndexArrays]:
+    def add(chunk: _Chunk, state: tuple[Array, Any]) -> tuple[Array, Any]:
         loss, (d_query, d_key, d_weights) = state
         scores = _scores(query, chunk.gather(key), chunk, options)
         target = jnp.exp(scores - log_sum[..., None]).sum(2) / num_heads
@@ -550,12 +665,14 @@ def _loss(
         loss += (jnp.where(positive, target * logs, 0.0).sum(-1) * counts).sum()
         slopes = jnp.where(chunk.chosen, jnp.exp(log_shares) - target, 0.0) * counts[..., None]
         more = score_gradients(block, products, slopes, options.index_scale)
-        return loss, IndexArrays(
-            d_query + more.query, chunk.add(d_key, more.key), d_weights + more.weights
+        return loss, (
+            d_query + more.query,
+            chunk.add(d_key, more.key, options),
+            d_weights + more.weights,
         )
 
     zeros = jnp.zeros(index.query.shape), d_key, jnp.zeros(index.weights.shape)
-    start = jnp.zeros(()), IndexArrays(*zeros)
+    start = jnp.zeros(()), zeros
     return _for_chunks(add, start, selection, query.shape[1], options.top_k)
 
 

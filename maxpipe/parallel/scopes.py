@@ -46,6 +46,20 @@ def parse_trips(op_name: str) -> float | None:
     return float(match.group(1)) if match else None
 
 
+_CYCLES = re.compile(r"\bcycles_(\d+)\b")
+
+
+def cycles(count: float) -> str:
+    """Return the scope of a kernel with an instruction schedule of `count` cycles."""
+    return f"cycles_{round(count)}"
+
+
+def parse_cycles(op_name: str) -> float | None:
+    """Return the cycles of one kernel execution, read from the innermost scope."""
+    matches = _CYCLES.findall(op_name)
+    return float(matches[-1]) if matches else None
+
+
 _PART = re.compile(r"\bpart_(\w+?)\b")
 ROTARY = "rotary"
 """Region of a layer that applies rotary position embeddings (RoPE) to queries and keys."""

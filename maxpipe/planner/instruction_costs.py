@@ -125,6 +125,9 @@ def all_cycles(found: Profile, hardware: Hardware) -> float:
 
 def _unestimated_cycles(entry: InstructionCost, hardware: Hardware) -> float:
     """Return the cycles of all executions of an instruction without an estimate."""
+    declared = scopes.parse_cycles(entry.instruction.op_name)
+    if entry.is_kernel and declared is not None:
+        return declared * entry.count
     if entry.is_kernel:
         rate = hardware.flops * _kernel_efficiency(entry, hardware)
         seconds = entry.flops * entry.count / rate

@@ -151,6 +151,15 @@ def test_instructions_without_estimate_run_at_the_memory_bandwidth(found: Profil
     assert all_cycles(found, V5P) == pytest.approx(found.cycles + kernel + 2 * cycles)
 
 
+def test_declared_cycles_of_a_kernel_replace_the_expected_rate() -> None:
+    scope = "cycles_1250/flops_229500000/kernel"
+    program = PROGRAM.replace("flops_229500000/kernel", scope)
+    declared = profile_program(parse_hlo(program), regions={"forward": "/forward/"})
+    listed = {each.name: each for each in profile_lines(declared, V5P)}
+    assert listed["kernel.1"].cycles == 10 * 1250
+    assert listed["kernel.1"].flops == 10 * 229_500_000
+
+
 def test_sum_by_kind_preserves_totals(found: Profile) -> None:
     listed = profile_lines(found, V5P)
     sums = sum_by_kind([*listed, *listed])

@@ -172,6 +172,45 @@ print(json.dumps({
 }))
 """
 
+SPARSE = """
+import json
+import jax
+import numpy as np
+from jax.experimental import topologies
+from maxpipe.nn.attention.interface import Mask
+from maxpipe.nn.indexer import IndexArrays
+from maxpipe.nn.sparse_attention import sparse_attend
+from maxpipe.parallel import scopes
+from maxpipe.planner.hlo_parser import parse_hlo
+from maxpipe.planner.hlo_profile import profile_program
+
+devices = topologies.get_topology_desc("v5p:2x2x1", platform="tpu").devices
+mesh = jax.sharding.Mesh(np.asarray(devices), ("tensor",))
+
+def array(*shape, dtype="bfloat16", spec=jax.P()):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+
+def total(query, key, index, segments, loss_mask):
+    mask = Mask(segments=segments, scale=0.1)
+    mixed, loss = sparse_attend(query, key, index, mask, loss_mask, top_k=64, rope_size=64)
+    return mixed.astype("float32").sum() + loss
+
+heads, tokens = jax.P(None, None, "tensor"), 480
+index = IndexArrays(
+    array(1, tokens, 8, 128, spec=heads), array(1, tokens, 128), array(1, tokens, 8, spec=heads)
+)
+others = array(1, tokens, dtype="int32"), array(1, tokens, dtype="float32")
+with jax.set_mesh(mesh):
+    program = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(
+        array(1, tokens, 16, 192, spec=heads), array(1, tokens, 192), index, *others
+    )
+    found = profile_program(parse_hlo(program.compile().as_text()))
+print(json.dumps([
+    [each.instruction.name, scopes.parse_cycles(each.instruction.op_name)]
+    for each in found.entries if each.is_kernel
+]))
+"""
+
 
 def run(program: str, *arguments: str) -> dict[str, Any]:
     """Run a program in a subprocess; return the JSON that it prints."""
@@ -316,3 +355,10 @@ def test_recurrent_layers_compile_to_kernels_with_flop_counts(name: str) -> None
     flops = run(RECURRENT, name)
     assert {*flops} == {"recurrence_forward", "recurrence_backward"}
     assert flops["recurrence_backward"] == 3 * flops["recurrence_forward"] > 0
+
+
+def test_kernels_of_sparse_attention_declare_their_cycles() -> None:
+    """Index heads are sharded, so that every device selects the keys of a quarter of the blocks."""
+    cycles = {name.partition(".")[0]: count for name, count in run(SPARSE)}
+    assert cycles.keys() == {"sparse_selection", "add_rows"}
+    assert all(count and count > 0 for count in cycles.values())
