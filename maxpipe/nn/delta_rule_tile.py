@@ -216,7 +216,7 @@ class KimiDeltaTile:
         while block < self.size:
             row, column = first // block, second // block
             # Decay since the start of every second block, and until the end of the others.
-            inside = jnp.where(row % 2 == 1, second <= first, second > first)
+            inside = (row % 2 == 1) & (second <= first) | (row % 2 == 0) & (second > first)
             decay = self._decay((row == column) & inside, forget)
             pair = (row == column + 1) & (row % 2 == 1)
             earlier = key * decay
