@@ -48,7 +48,8 @@ _SECRET_NAME = (
     r"pass(?:word|wd|phrase)|secret|(?:api|access|account|private)[_-]?key|credential"
     r"|connection[_-]?string"
     r"|otlp\w*_headers|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
-    r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_|end_)(?<!mask_)(?<!image_|begin_)token(?![A-Za-z])"
+    r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_|end_)(?<!mask_)"
+    r"(?<!image_|video_|begin_)token(?![A-Za-z])"
 )
 """Regular expression that matches names of secrets. It matches `HF_TOKEN`, but not `eos_token`,
 `experts_per_token`, `train.tokens` or `tokenizer`."""

@@ -359,6 +359,7 @@ def test_recurrent_layers_compile_to_kernels_with_flop_counts(name: str) -> None
 
 def test_kernels_of_sparse_attention_declare_their_cycles() -> None:
     """Index heads are sharded, so that every device selects the keys of a quarter of the blocks."""
-    cycles = {name.partition(".")[0]: count for name, count in run(SPARSE)}
+    kernels: Any = run(SPARSE)
+    cycles = {name.partition(".")[0]: count for name, count in kernels}
     assert cycles.keys() == {"sparse_selection", "add_rows"}
     assert all(count and count > 0 for count in cycles.values())
