@@ -490,7 +490,7 @@ def inverse_of_unit_lower(lower: Float[Array, "W W"], block: int, dtype: Any) ->
 
 
 _SUBLANES = 8
-"""Rows of float32 in one register. Blocks of this number of rows can be concatenated without moves."""
+"""Rows of float32 in one register. Blocks of as many rows can be concatenated without moves."""
 
 
 def _inverse(lower: Array, largest: int, dtype: Any) -> Array:
