@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,6 @@ def recurrent_layers() -> dict[str, Callable[[], Any]]:
 
 def sparse_layers() -> dict[str, Callable[[], Any]]:
     """Return functions that declare the attention of DeepSeek-V3.2, with an eighth of the heads."""
-    from dataclasses import replace
-
     from maxpipe.models.layers.attention import Rope
     from maxpipe.models.layers.indexer import Indexer
     from maxpipe.models.layers.latent_attention import LatentAttention
@@ -66,61 +65,113 @@ def sparse_layers() -> dict[str, Callable[[], Any]]:
     }
 
 
-def layer_cycles(name: str, tokens: int) -> float:
-    """Return the cycles of a sublayer's forward and backward pass over one sequence."""
-    from maxpipe.planner import topology
+@dataclass(frozen=True)
+class Sublayer:
+    """A sublayer for one sequence on one chip. Methods require that libtpu is configured."""
 
-    folder = tempfile.TemporaryDirectory()
-    write_schedules(Path(folder.name))
-    target = topology.parse_topology(CHIP)
-    topology.prepare(target)
+    name: str
+    tokens: int
 
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
+    @cached_property
+    def target(self) -> Any:
+        """Return the topology, and prepare its compiler."""
+        from maxpipe.planner import topology
 
-    from maxpipe.distributed.runtime import compiler_options
-    from maxpipe.nn.block import sublayer_module
-    from maxpipe.nn.module import LayerContext
-    from maxpipe.parallel.axes import MeshConfig
-    from maxpipe.parallel.sharding import AxisRules
-    from maxpipe.planner.hlo_parser import parse_hlo
-    from maxpipe.planner.hlo_profile import profile_program
-    from maxpipe.planner.instruction_costs import all_cycles
+        target = topology.parse_topology(CHIP)
+        topology.prepare(target)
+        return target
 
-    part = (recurrent_layers() | sparse_layers())[name]()
-    devices = topology.topology_devices(target)
-    mesh = jax.sharding.Mesh(devices[:1], ("data",))
-    whole = jax.NamedSharding(mesh, jax.P())
-    rules = AxisRules.from_config(MeshConfig())
+    @cached_property
+    def devices(self) -> Any:
+        """Return the devices of the topology."""
+        from maxpipe.planner import topology
 
-    def array(*shape: int, dtype: str = "bfloat16") -> Any:
+        return topology.topology_devices(self.target)
+
+    def array(self, shape: tuple[int, ...], dtype: Any = "bfloat16") -> Any:
+        """Return the shape of an array on the chip."""
+        import jax
+
+        mesh = jax.sharding.Mesh(self.devices[:1], ("data",))
+        whole = jax.NamedSharding(mesh, jax.P())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
-    def run(params: Any, x: Any, cotangent: Any, ids: Any, loss_mask: Any) -> Any:
-        def apply(params: Any, x: Any) -> Any:
-            module = sublayer_module(part)(part, rules)
-            for key, value in params.items():
-                setattr(module, key, nnx.Param(value))
-            inputs = {"segment_ids": ids, "positions": ids, "loss_mask": loss_mask}
-            output = module(x, LayerContext(inputs, jnp.asarray(0)))
-            return output.x, sum(output.losses.values())
+    def lower(self) -> Any:
+        """Trace the forward and backward pass."""
+        import jax
+        import jax.numpy as jnp
+        from flax import nnx
 
-        (out, loss), pull = jax.vjp(apply, params, x)
-        return out, pull((cotangent, jnp.ones_like(loss, jnp.float32)))
+        from maxpipe.nn.block import sublayer_module
+        from maxpipe.nn.module import LayerContext
+        from maxpipe.parallel.axes import MeshConfig
+        from maxpipe.parallel.sharding import AxisRules
 
-    params = {key: array(*param.shape) for key, param in part.params.items()}
-    x, ids = array(1, tokens, part.d_model), array(1, tokens, dtype="int32")
-    options = compiler_options("tpu", devices[0].device_kind)
-    with jax.set_mesh(mesh):
-        arguments = params, x, x, ids, array(1, tokens, dtype="float32")
-        compiled = jax.jit(run).lower(*arguments).compile(options)
-    profile = profile_program(parse_hlo(compiled.as_text() or ""))
-    is_scan = [entry.instruction.name.startswith("recurrence_") for entry in profile.entries]
-    others = [entry for entry, scan in zip(profile.entries, is_scan, strict=True) if not scan]
-    kernels = KernelSchedule.read_all(Path(folder.name), RECURRENCE)
-    scans = sum(recurrence_cycles(kernel, target.hardware, num_cores=2) for kernel in kernels)
-    return all_cycles(replace(profile, entries=others), target.hardware) + scans
+        part = (recurrent_layers() | sparse_layers())[self.name]()
+        rules = AxisRules.from_config(MeshConfig())
+
+        def run(params: Any, x: Any, cotangent: Any, ids: Any, loss_mask: Any) -> Any:
+            def apply(params: Any, x: Any) -> Any:
+                module = sublayer_module(part)(part, rules)
+                for key, value in params.items():
+                    setattr(module, key, nnx.Param(value))
+                inputs = {"segment_ids": ids, "positions": ids, "loss_mask": loss_mask}
+                output = module(x, LayerContext(inputs, jnp.asarray(0)))
+                return output.x, sum(output.losses.values())
+
+            (out, loss), pull = jax.vjp(apply, params, x)
+            return out, pull((cotangent, jnp.ones_like(loss, jnp.float32)))
+
+        params = {key: self.array(param.shape) for key, param in part.params.items()}
+        x = self.array((1, self.tokens, part.d_model))
+        ids, loss_mask = (self.array((1, self.tokens), dtype) for dtype in ("int32", "float32"))
+        with jax.set_mesh(x.sharding.mesh):
+            return jax.jit(run).lower(params, x, x, ids, loss_mask)
+
+    def cycles(self) -> float:
+        """Return the cycles of the compiled program, without recurrence kernels."""
+        from maxpipe.distributed.runtime import compiler_options
+        from maxpipe.planner.hlo_parser import parse_hlo
+        from maxpipe.planner.hlo_profile import profile_program
+        from maxpipe.planner.instruction_costs import all_cycles
+
+        options = compiler_options("tpu", self.devices[0].device_kind)
+        compiled = self.lower().compile(options)
+        profile = profile_program(parse_hlo(compiled.as_text() or ""))
+        entries = [e for e in profile.entries if not e.instruction.name.startswith("recurrence_")]
+        return all_cycles(replace(profile, entries=entries), self.target.hardware)
+
+    def scan_cycles(self) -> float:
+        """Return the cycles of recurrence kernels from their instruction schedules.
+
+        The kernels are compiled without the other operations, because the compiler would write the
+        schedules of all of them.
+        """
+        import jax
+
+        from maxpipe.nn import recurrent_kernels
+
+        calls: list[tuple[Any, Any, Any]] = []
+
+        def record(kernel: Any) -> Any:
+            def run(layout: Any, *arrays: Any, **options: Any) -> Any:
+                shapes = jax.tree.map(lambda x: self.array(x.shape, x.dtype), arrays)
+                calls.append((partial(kernel, layout, **options), shapes, layout))
+                return kernel(layout, *arrays, **options)
+
+            return run
+
+        folder = tempfile.TemporaryDirectory()
+        write_schedules(Path(folder.name))
+        for name in ("forward", "backward"):
+            setattr(recurrent_kernels, name, record(getattr(recurrent_kernels, name)))
+        self.lower()
+        for kernel, shapes, _ in calls:
+            with jax.set_mesh(jax.tree.leaves(shapes)[0].sharding.mesh):
+                jax.jit(kernel).lower(*shapes).compile()
+        kernels = KernelSchedule.read_all(Path(folder.name), RECURRENCE)
+        hardware = self.target.hardware
+        return sum(recurrence_cycles(kernel, hardware, num_cores=2) for kernel in kernels)
 
 
 def rows(names: dict[str, Any], all_tokens: tuple[int, ...]) -> str:
@@ -141,10 +192,14 @@ def rows(names: dict[str, Any], all_tokens: tuple[int, ...]) -> str:
 
 
 def in_process(name: str, tokens: int) -> float:
-    """Run `layer_cycles` in a new process and return its result."""
-    command = [sys.executable, __file__, "--one", json.dumps([name, tokens])]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(found.stdout.splitlines()[-1])
+    """Return the cycles of a sublayer. Programs are compiled in new processes."""
+
+    def run(option: str) -> float:
+        command = [sys.executable, __file__, option, json.dumps([name, tokens])]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        return json.loads(found.stdout.splitlines()[-1])
+
+    return run("--program") + run("--scans")
 
 
 PREAMBLE = """\
@@ -183,10 +238,14 @@ attention at this length needs a kernel for the index scores and for the gathere
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--program", help=argparse.SUPPRESS)
+    parser.add_argument("--scans", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(layer_cycles(*json.loads(options.one))))
+    if options.program:
+        print(json.dumps(Sublayer(*json.loads(options.program)).cycles()))
+        return
+    if options.scans:
+        print(json.dumps(Sublayer(*json.loads(options.scans)).scan_cycles()))
         return
     page = PREAMBLE + RECURRENT + rows(recurrent_layers(), RECURRENT_TOKENS)
     page += SPARSE + rows(sparse_layers(), SPARSE_TOKENS)

@@ -37,8 +37,12 @@ from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_context import scan_sequences
 from maxpipe.nn.recurrent_kernels import Layout, Operands
 from maxpipe.parallel.sharding import AxisRules, constrain
+from maxpipe.parallel.tpu_kernels import tpu_cores
 
 _CONVOLVED = ("value", "key", "query")
+_PAIRS_PER_MIB, _HEADS_PER_MIB = 2**13, 0.25
+"""Largest numbers of token pairs of all heads in a group, and of joined heads, per MiB of memory
+that a kernel can use. For v5p, kernels with twice as many did not compile."""
 
 
 class Chunk(NamedTuple):
@@ -166,34 +170,44 @@ class _StateSpace:
         The norm covers a group of heads, so each device needs complete groups.
         """
         part, inner = self.part, inputs[0]
-        joined = self._joined
+        joined, size = self._joined, self._kernel_chunk
         shards = kernel_shards(len(inner), part.num_heads // joined).number
         groups, sizes = part.num_groups // shards, (part.state_size, joined * part.head_dim)
-        if part.num_groups % shards or part.group % joined or tokens < part.chunk:
+        if part.num_groups % shards or part.group % joined or not size or tokens < size:
             return None
-        if any(size % recurrent_kernels.LANES for size in (part.chunk, *sizes)):
+        if any(each % recurrent_kernels.LANES for each in (size, *sizes)):
             return None
-        tile = Mamba2Tile(part.chunk, joined, part.head_dim, part.norm.epsilon, inner.dtype)
+        tile = Mamba2Tile(size, joined, part.head_dim, part.norm.epsilon, inner.dtype)
         widths = (part.state_size, part.state_size, sizes[1], sizes[1])
-        flops = tile.flops(part.state_size, part.group)
-        return Layout(tile, part.chunk, widths, groups, flops, joined)
+        return Layout(tile, size, widths, groups, tile.flops(part.state_size, part.group), joined)
+
+    @property
+    def _kernel_chunk(self) -> int:
+        """Return the number of tokens per chunk of the TPU kernels, or 0 if the heads of a group do
+        not fit in the memory of a core.
+        """
+        heads = max(self.part.group * self.part.head_dim // recurrent_kernels.LANES, 1)
+        size, vmem = self.part.chunk, tpu_cores().vmem_mib
+        while heads * size**2 > _PAIRS_PER_MIB * vmem:
+            size //= 2
+        return size if heads <= _HEADS_PER_MIB * vmem else 0
 
     def operands(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
     ) -> Operands:
         """Return the arrays of the TPU kernels."""
         part, (inner, _, _) = self.part, inputs
+        joined, size = self._joined, self._kernel_chunk
         key, query, value, time_step, forget = self._convolved(weights, inputs, segments, before)
-        decay = decay_rows(forget, segments, before, part.chunk)
-        time_step = cut(time_step.reshape(forget.shape)[..., None], part.chunk)[..., 0]
+        decay = decay_rows(forget, segments, before, size)
+        time_step = cut(time_step.reshape(forget.shape)[..., None], size)[..., 0]
         rows = [decay.total, decay.since, decay.until, time_step]
-        joined = self._joined
 
         def join(x: Array) -> Array:
             return x.reshape(*x.shape[:2], part.num_heads // joined, -1)
 
         gate, value = join(inner[..., : part.head_dim]), join(value)
-        tokens = (heads_first(x.astype(inner.dtype), part.chunk) for x in (query, key, gate, value))
+        tokens = (heads_first(x.astype(inner.dtype), size) for x in (query, key, gate, value))
         skip = jnp.repeat(weights["skip"][:, None], part.head_dim, axis=1)
         shared = (x.reshape(-1, 1, joined * part.head_dim) for x in (skip, weights["norm"]))
         return Operands(tuple(shared), tuple(tokens), stacked_rows(rows, decay.document, 1))
