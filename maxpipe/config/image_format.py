@@ -19,6 +19,8 @@ class PatchFormat(NamedTuple):
     min_pixels: int
     max_pixels: int
     video_token_id: int
+    family: str
+    """Model family, whose config section has these sizes."""
 
 
 class ImageFormat(NamedTuple):
@@ -65,7 +67,7 @@ def model_image_format(model: ModelConfig, max_images: int) -> ImageFormat | Non
     patches = None
     if tower.has_grids:
         sizes = (tower.patch_size, tower.merge_size, tower.min_pixels, tower.max_pixels)
-        patches = PatchFormat(*sizes, tower.video_token_id)
+        patches = PatchFormat(*sizes, tower.video_token_id, model.family)
     return ImageFormat(
         0 if patches else tower.image_size,
         tower.tokens_per_image,

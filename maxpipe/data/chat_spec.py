@@ -344,17 +344,25 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
     return count, first
 
 
-def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
+def long_conversation_error(
+    count: int, where: str, sequence_length: int, *, has_images: bool = False
+) -> ConfigError:
     """Return the error for `count` conversations that are too long; `where` is the location of the
     first such conversation.
     """
     rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
     rule += f"found {pluralize(count, 'longer conversation')}, the first at {where}."
-    return _wrong("error", rule, "data.long_conversations=truncate")
+    other = "drop" if has_images else "truncate"
+    return _wrong("error", rule, f"data.long_conversations={other}")
 
 
 def check_remaining(
-    left: RemainingCounts, num_documents: int, sequence_length: int, policy: LongConversationPolicy
+    left: RemainingCounts,
+    num_documents: int,
+    sequence_length: int,
+    policy: LongConversationPolicy,
+    *,
+    has_images: bool = False,
 ) -> None:
     """Raise ConfigError if no conversation is left after the policy is applied."""
     if left.with_tokens:
@@ -363,7 +371,7 @@ def check_remaining(
     sequence = f"a sequence of {sequence_length} tokens"
     if policy == "drop":
         rule = f"leaves no training examples: {all_of} is longer than {sequence}."
-        raise _wrong(policy, rule, "data.long_conversations=truncate")
+        raise _wrong(policy, rule, "" if has_images else "data.long_conversations=truncate")
     rule = f"leaves no training examples: in {all_of}, no token to train on fits in {sequence}."
     raise _wrong(policy, rule, "")
 

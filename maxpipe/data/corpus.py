@@ -414,17 +414,19 @@ def _apply_long_policy(
     documents: ChatDocuments, index: DocumentIndex, config: SourceConfig, sequence_length: int
 ) -> tuple[Documents, LongConversations]:
     policy = config.long_conversations
-    numbers = find_long_documents(index.lengths, sequence_length)
+    numbers, has_images = (
+        find_long_documents(index.lengths, sequence_length),
+        index.images is not None,
+    )
     if not len(numbers) or policy == "split":
         return documents, LongConversations(policy, len(numbers))
     if policy == "error":
-        raise long_conversation_error(
-            len(numbers), documents.where(int(numbers[0])), sequence_length
-        )
+        where = documents.where(int(numbers[0]))
+        raise long_conversation_error(len(numbers), where, sequence_length, has_images=has_images)
     limited = limit_lengths(documents, sequence_length, policy, index.first_targets)
     assert isinstance(limited, LengthLimitedDocuments)
     left = limited.count_remaining()
-    check_remaining(left, len(index.lengths), sequence_length, policy)
+    check_remaining(left, len(index.lengths), sequence_length, policy, has_images=has_images)
     return limited, LongConversations(policy, len(numbers), int(left.left_out))
 
 

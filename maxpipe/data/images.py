@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import math
 import os
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
@@ -240,7 +241,9 @@ def _shape_in_patches(image: Image.Image, form: PatchFormat, which: str) -> tupl
         rule = f"must have at most max_pixels ({form.max_pixels}) pixels when its sides are "
         rule += f"multiples of {form.patch_size * form.merge_size}: {found}, which becomes "
         rule += f"{columns} x {rows}."
-        raise BadImage(which, rule, f"Crop the image, or set max_pixels={rows * columns}.")
+        enough = math.prod(resized_shape(height, width, form._replace(max_pixels=_MAX_PIXELS)))
+        key = f"model.{form.family}.max_pixels"
+        raise BadImage(which, rule, f"Crop the image, or set {key}={enough}.")
     return columns, rows
 
 

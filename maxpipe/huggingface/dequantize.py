@@ -338,12 +338,37 @@ def dequantized(
         more, used = _quantized_readers(folder, plain, each)
         readers |= more
         plain = {name: reader for name, reader in plain.items() if name not in used}
+    _check_scales_have_codes(plain, quantization)
     for name, reader in plain.items():
         if name in readers:
             rule = f"must not be present in addition to {name}{quantization.encoding.codes}."
             where = f"{reader.path}: {name}"
             raise ConfigError.one(Code.HF_QUANTIZED, where, None, rule, _COPY_WEIGHTS)
     return readers | plain
+
+
+def _check_scales_have_codes(
+    plain: Mapping[str, SafetensorsReader], quantization: Quantization
+) -> None:
+    """Check that the dtypes of codes identified all scales of formats in which codes have the names
+    of plain matrices.
+
+    Raises:
+        ConfigError: scales belong to a tensor of another dtype.
+    """
+    formats = [each.encoding for each in quantization.others if each.encoding.weight]
+    for name in plain:
+        for scales, codes in {(each.scales, each.codes) for each in formats}:
+            reader = plain.get(name.removesuffix(scales) + codes) if name.endswith(scales) else None
+            if reader is None:
+                continue
+            weight = name.removesuffix(scales) + codes
+            dtypes = " or ".join(each.code_dtype for each in formats)
+            rule = f"must have dtype {dtypes}, because {quote_name(name)} has its scales. Only "
+            rule += "config.json with expert_dtype fp4 describes I8."
+            where = f"{reader.path}: {weight}"
+            given = reader.entries[weight].dtype
+            raise ConfigError.one(Code.HF_QUANTIZED, where, given, rule, _USE_CONFIG)
 
 
 def _quantized_readers(

@@ -169,9 +169,11 @@ _FREE_MODEL_KEYS = frozenset(
     | {"model.matmul", "model.matmul_parts", "model.matmul_scales", "model.frozen"}
     | {"model.matmul_weight_gradients"}
 )
-_FREE_FAMILY_KEYS = frozenset({"dispatch", "expert_backend", "all_to_all", "all_to_all_chunks"})
+_FREE_FAMILY_KEYS = frozenset(
+    {"dispatch", "expert_backend", "all_to_all", "all_to_all_chunks", "min_pixels", "max_pixels"}
+)
 """Keys that may change in the config section of any model family, because they select only the
-implementation of the experts."""
+implementation of the experts or the sizes of images."""
 
 _UNQUANTIZED_KEY = "model.matmul_unquantized_layers"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.data.test_images import ANSWER, encode, make_png, question
 
 PATCH, LEAST, MOST, TOKENS = 4, 128, 1024, 128
 UNIT = 2 * PATCH
-FORM = PatchFormat(PATCH, 2, LEAST, MOST, 0)
+FORM = PatchFormat(PATCH, 2, LEAST, MOST, 0, "qwen3_5")
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,8 @@ def test_unusable_images_are_errors(tokenizer: Path, tmp_path: Path) -> None:
     problem = error_of(tokenizer, tmp_path, record)
     assert problem.code == Code.DATA_IMAGE and "max_pixels (1024)" in problem.rule
     assert "1600 x 9, which becomes 424 x 8" in problem.rule
+    least = int(problem.action.split("set model.qwen3_5.max_pixels=")[1].rstrip("."))
+    assert math.prod(resized_shape(9, 1600, FORM._replace(max_pixels=least))) == least
 
 
 def test_wrong_tokens_and_videos_are_errors(tokenizer: Path, tmp_path: Path) -> None:

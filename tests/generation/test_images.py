@@ -77,7 +77,7 @@ def greedy(decoder: Decoder, params: Any, prompt: Prompt) -> Generated:
 
 def make_qwen_prompts() -> list[Prompt]:
     """Return prompts as `make_prompts` does, with images of different sizes."""
-    form = PatchFormat(2, 2, 16, 96, 0)
+    form = PatchFormat(2, 2, 16, 96, 0, "qwen3_5")
     random, prompts = np.random.default_rng(5), []
     layouts: tuple[tuple[int, dict[int, tuple[int, int]]], ...]
     layouts = ((19, {2: (4, 6), 10: (2, 8)}), (6, {}), (9, {3: (2, 4)}))

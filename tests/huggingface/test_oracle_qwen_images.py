@@ -34,7 +34,7 @@ pytestmark = pytest.mark.oracle
 TOKENS, BEGIN, END, IMAGE, VIDEO = 64, 150, 151, 152, 153
 SIZES = ((12, 8), (4, 8), (16, 12))
 """Height and width of each image in patches. The first two images are in the same sequence."""
-FORM = PatchFormat(4, 2, 1, 16 * 12 * 4**2, VIDEO)
+FORM = PatchFormat(4, 2, 1, 16 * 12 * 4**2, VIDEO, "qwen3_5")
 TEXT = {
     "vocab_size": 160,
     "hidden_size": 24,

@@ -477,7 +477,12 @@ BAD: dict[str, tuple[str, Change, Code, str, str]] = {
     "V4 codes of 8 bits": (
         "deepseek v4",
         lambda tensors, config: config.pop("expert_dtype"),
-        *(Code.HF_TENSORS, "layers.0.ffn.experts.0.w1.scale", "config.json does not describe"),
+        *(Code.HF_QUANTIZED, "layers.0.ffn.experts.0.w1.weight = I8", "with expert_dtype fp4"),
+    ),
+    "V4 plain dtype": (
+        "deepseek v4",
+        _as(f"{V4}.weight", lambda x: x.astype(BF16)),
+        *(Code.HF_QUANTIZED, f"{V4}.weight = BF16", "must have dtype F8_E4M3 or I8"),
     ),
     "V4 expert dtype": (
         "deepseek v4",

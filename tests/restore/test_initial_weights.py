@@ -38,6 +38,15 @@ def test_implementation_of_experts_may_change(key: str, value: Any) -> None:
         check_model(saved, section(family="moe", moe={"top_k": 1}), {})
 
 
+def test_sizes_of_images_may_change() -> None:
+    tower = {"num_vision_layers": 1, "image_token_id": 5}
+    saved = section(family="qwen3", qwen3=tower)
+    limits = {"min_pixels": 4096, "max_pixels": 8192}
+    check_model(saved, section(family="qwen3", qwen3={**tower, **limits}), {})
+    with pytest.raises(ConfigError):
+        check_model(saved, section(family="qwen3", qwen3={**tower, "d_vision": 576}), {})
+
+
 def test_format_of_matmuls_may_change_with_the_same_unquantized_layers() -> None:
     two = {"matmul_unquantized_layers": 2}
     check_model(section(matmul="nvfp4"), section(matmul="default", **two), {})
