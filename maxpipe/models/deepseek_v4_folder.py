@@ -269,7 +269,8 @@ _KEY_ROWS = (
     *huggingface.BALANCED,
     # Multi-token prediction layers are ignored, as in transformers.
     Kept("num_nextn_predict_layers"),
-    Kept("expert_dtype"),
+    # Exports have dequantized weights and no dtype of experts.
+    Fixed("expert_dtype", (None, "fp8", "fp4")),
 )
 
 _LAYER = "model.layers.{layer}."

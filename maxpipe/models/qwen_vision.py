@@ -116,8 +116,8 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     section, own = f"model.{config.family}", own_keys(config, QwenVisionConfig)
     code, sections = Code.MODEL_IMAGES, own.mrope_section
     if len(sections) != 3 or min(sections) < 0:
-        rule = "must contain three numbers: pairs of dims for temporal, vertical and horizontal "
-        rule += "positions."
+        rule = "must contain three numbers of at least 0: pairs of dims for temporal, vertical and "
+        rule += "horizontal positions."
         default = ",".join(map(str, type(own)().mrope_section))
         action = f"Set {section}.mrope_section=[{default}]."
         yield RuleViolation(code, f"{section}.mrope_section", rule, action)
