@@ -23,7 +23,7 @@ from typing import Any
 from kernel_schedules import RECURRENCE, KernelSchedule, recurrence_cycles, write_schedules
 
 CHIP = "v5p:2x2x1"
-RECURRENT_TOKENS = (4096, 65_536)
+RECURRENT_TOKENS = (4096,)
 SPARSE_TOKENS = (131_072,)
 TENSOR = 8
 """Size of the tensor axis of the sparse attention layers. A chip has an eighth of the heads."""
@@ -229,8 +229,8 @@ SPARSE = """
 The layers are those of DeepSeek-V3.2 with an eighth of the 128 heads and of the 64 index heads, as
 on a chip of a tensor axis of 8. Query tokens select 2048 keys. The cycles depend on the number of
 different keys that a block of 32 query tokens selects; the table assumes 4096. Exchanges over the
-tensor axis are not included. Dense attention uses kernels, and sparse attention plain JAX. Sparse
-attention at this length needs a kernel for the index scores and for the gathered keys.
+tensor axis are not included. Dense attention uses kernels. Sparse attention uses kernels for the
+selection and to add gradients of gathered keys, and XLA for attention to these keys.
 
 """
 
