@@ -51,7 +51,11 @@ class ImageFormat(NamedTuple):
     def fingerprint(self) -> list[int]:
         """Return the values that determine the tokens and the pixels of a document."""
         ids = (self.token_id, self.begin_id, self.end_id)
-        return [self.size, self.num_tokens, *ids, *(self.patches or ())]
+        values = [self.size, self.num_tokens, *ids]
+        if (patches := self.patches) is not None:
+            values += [patches.patch_size, patches.merge_size, patches.min_pixels]
+            values += [patches.max_pixels, patches.video_token_id]
+        return values
 
 
 def image_format(config: Config) -> ImageFormat | None:
