@@ -151,12 +151,12 @@ class Sublayer:
 
         from maxpipe.nn import recurrent_kernels
 
-        calls: list[tuple[Any, Any, Any]] = []
+        calls: list[tuple[Any, Any]] = []
 
         def record(kernel: Any) -> Any:
             def run(layout: Any, *arrays: Any, **options: Any) -> Any:
                 shapes = jax.tree.map(lambda x: self.array(x.shape, x.dtype), arrays)
-                calls.append((partial(kernel, layout, **options), shapes, layout))
+                calls.append((partial(kernel, layout, **options), shapes))
                 return kernel(layout, *arrays, **options)
 
             return run
@@ -166,7 +166,7 @@ class Sublayer:
         for name in ("forward", "backward"):
             setattr(recurrent_kernels, name, record(getattr(recurrent_kernels, name)))
         self.lower()
-        for kernel, shapes, _ in calls:
+        for kernel, shapes in calls:
             with jax.set_mesh(jax.tree.leaves(shapes)[0].sharding.mesh):
                 jax.jit(kernel).lower(*shapes).compile()
         kernels = KernelSchedule.read_all(Path(folder.name), RECURRENCE)

@@ -38,7 +38,8 @@ _LOWEST = -(1 << 31)
 _NEGATIVE_INFINITY = -0x7F800001
 """Sort key of a score of minus infinity."""
 _INFINITY = 0x7F800000
-_MIN_SCORE = -1e20
+MIN_SCORE = -1e20
+"""Lower bound of the largest score, for query tokens without keys."""
 
 
 class SelectionInputs(NamedTuple):
@@ -125,7 +126,8 @@ def _call(
     blocks, batch, heads, rows, size = query.shape
     num_keys, tile = key.shape[1], _tile_size(key.shape[1])
     tiles = -(-num_keys // tile)
-    # A maximum over the tokens would be equal, but libtpu cannot compile it for 4096 blocks.
+    # A maximum over the tokens would be equal, but with it, libtpu 0.0.42 aborted while it compiled
+    # the layer with 4096 blocks.
     stops = jnp.minimum(places[:, -1] // tile + 1, tiles)
     cores = tpu_cores().number
 
@@ -247,6 +249,7 @@ def _scores(query: Any, key: Any, wide: Any, rows: int) -> Float[Array, "t s"]:
 
 def sort_keys(x: Float[Array, "*dims"]) -> Int[Array, "*dims"]:
     """Return integers with the order of the float32 numbers `x`. Zeros of both signs are equal."""
+    # XLA simplifies `x + 0.0` to `x`, which would keep the sign of a zero.
     number = lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.int32)
     return _flip(number)
 
@@ -292,7 +295,9 @@ def _select(top_k: int, stop: Any, scores: Any, largest: Any, bits: Any, sums: A
     num_bits = (scores.shape[0] * tile).bit_length()
 
     def first_of_equal() -> Array:
-        """Return the index at which scores equal to the threshold are no longer selected."""
+        """Return the index of the first key that the threshold does not select, if its score equals
+        the threshold.
+        """
         free = top_k - count(lambda x, _: x > threshold)
 
         def next_end(number: Any, end: Array) -> Array:
@@ -309,7 +314,7 @@ def _select(top_k: int, stop: Any, scores: Any, largest: Any, bits: Any, sums: A
 
     end = lax.cond(excess.max() > 0, first_of_equal, lambda: end)
     highest = largest[...].max(1, keepdims=True)
-    top = jnp.maximum(lax.bitcast_convert_type(_flip(highest), jnp.float32), _MIN_SCORE)
+    top = jnp.maximum(lax.bitcast_convert_type(_flip(highest), jnp.float32), MIN_SCORE)
     places = lax.broadcasted_iota(jnp.int32, (rows, tile), 0)
 
     def write(number: Any, total: Array) -> Array:

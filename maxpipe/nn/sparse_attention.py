@@ -30,6 +30,7 @@ from maxpipe.nn.attention.interface import Mask
 from maxpipe.nn.indexer import (
     IndexArrays,
     index_products,
+    running_count,
     score_gradients,
     score_scale,
     weighted_sum,
@@ -49,7 +50,7 @@ _INDEX_CHUNK = 2048
 UNION = 2.0
 """Assumed number of keys that a block selects, as a multiple of the keys that a token selects.
 Cycle estimates use this number."""
-_MASK_VALUE, _MIN_SCORE = -1e30, -1e20
+_MASK_VALUE = -1e30
 _PADDING_SEGMENT = -3
 """Segment ID of the tokens that pad a block. No key has this segment ID."""
 
@@ -378,7 +379,7 @@ def _select_by_loop(
         block, visible = IndexArrays(query, key, weights), _Visible(segments, places, key_segments)
         scores = _index_scores(block, visible, options)
         selected = largest_keys(scores, options.top_k) & (scores > -jnp.inf)
-        largest = jnp.maximum(scores.max(-1, keepdims=True), _MIN_SCORE)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), selection_kernel.MIN_SCORE)
         total = jnp.where(selected, jnp.exp(scores - largest), 0.0).sum(-1)
         log_sum = largest[..., 0] + jnp.log(jnp.where(total > 0, total, 1.0))
         return None, (_members(selected), log_sum)
@@ -462,14 +463,6 @@ def _index_scores(
         return lax.fori_loop(0, last, add, start)
 
 
-def _ordered_bits(x: Float[Array, "*dims"]) -> UInt32[Array, "*dims"]:
-    """Return integers with the order of the float32 numbers `x`. Zeros of both signs are equal."""
-    # XLA simplifies `x + 0.0` to `x`, which would keep the sign of a zero.
-    bits = lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
 def largest_keys(scores: Float[Array, "B t S"], count: int) -> Bool[Array, "B t S"]:
     """Return a mask of the `count` largest entries along the last dim; earlier entries win ties.
 
@@ -478,7 +471,8 @@ def largest_keys(scores: Float[Array, "B t S"], count: int) -> Bool[Array, "B t 
     """
     if scores.shape[-1] <= count:
         return jnp.ones(scores.shape, bool)
-    ordered = _ordered_bits(scores)
+    sign = jnp.uint32(1 << 31)
+    ordered = lax.bitcast_convert_type(selection_kernel.sort_keys(scores), jnp.uint32) ^ sign
 
     def next_digit(number: Array, threshold: Array) -> Array:
         shift = (32 - _DIGIT * (number + 1)).astype(jnp.uint32)
@@ -495,7 +489,7 @@ def largest_keys(scores: Float[Array, "B t S"], count: int) -> Bool[Array, "B t 
     def first_of_equal() -> Array:
         equal = ordered == threshold
         free = count - (ordered > threshold).sum(-1, keepdims=True, dtype=jnp.int32)
-        return selected & (~equal | (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= free))
+        return selected & (~equal | (running_count(equal) <= free))
 
     return lax.cond(excess.any(), first_of_equal, lambda: selected)
 
@@ -628,7 +622,7 @@ def _attend(
 
     shape = query.shape[:3]
     empty = jnp.zeros((*shape, key.shape[-1] - options.rope_size))
-    start = jnp.full(shape, _MIN_SCORE), jnp.zeros(shape), empty
+    start = jnp.full(shape, selection_kernel.MIN_SCORE), jnp.zeros(shape), empty
     state = _for_chunks(add, start, selection, shape[1], options.top_k)
     largest, total, mixed = state
     total = jnp.where(total > 0, total, 1.0)
