@@ -13,15 +13,17 @@ import pytest
 from flax import nnx
 
 from maxpipe.models.layers.hyper_connections import HyperConnection, StreamHead
+from maxpipe.nn import stream_backends, stream_kernels
 from maxpipe.nn.hyper_connections import (
     HyperConnectionModule,
     StreamHeadModule,
     sinkhorn,
     spread,
 )
+from maxpipe.nn.stream_backends import StreamShards
 from tests.nn.parts import RULES, with_values
 
-B, T, D, N = 2, 5, 7, 4
+B, T, D, N = 2, 13, 128, 4
 CONNECTION = HyperConnection(D, N, 0.03, 1e-3, 20)
 HEAD = StreamHead(D, N, 0.03, 1e-3)
 Values = Mapping[str, np.ndarray]
@@ -64,6 +66,15 @@ def random_values(module: Any) -> Values:
     return with_values(module, **drawn | {"project": drawn["project"] * (N * D) ** -0.5})
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "kernels"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the kernels for TPUs are used, as JAX operations."""
+    if request.param:
+        shards = StreamShards((), None)
+        monkeypatch.setattr(stream_backends, "select_shards", lambda *_: shards)
+    return request.param
+
+
 @pytest.fixture
 def streams() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(B, T, N, D))
@@ -74,6 +85,7 @@ def branch(h: Any) -> Any:
     return h**2 - 0.5 * h
 
 
+@pytest.mark.usefixtures("kernels")
 def test_new_streams(streams: np.ndarray) -> None:
     module = HyperConnectionModule(CONNECTION, RULES)
     values = random_values(module)
@@ -86,6 +98,7 @@ def test_new_streams(streams: np.ndarray) -> None:
     np.testing.assert_allclose(found.reshape(streams.shape), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_gradients(streams: np.ndarray) -> None:
     """Gradients of the streams and all parameters, against autodiff of the float64 reference."""
     values = random_values(HyperConnectionModule(CONNECTION, RULES))
@@ -103,6 +116,7 @@ def test_gradients(streams: np.ndarray) -> None:
     compare_gradients(of_module, of_reference, values, streams)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_head(streams: np.ndarray) -> None:
     values = random_values(StreamHeadModule(HEAD, RULES))
     weight = np.random.default_rng(3).normal(size=(B, T, D))
@@ -164,6 +178,7 @@ def test_initial_layer_is_close_to_one_residual_stream() -> None:
     assert not np.allclose(first, second, atol=1e-4)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_saved_arrays() -> None:
     """Differentiation saves the streams, the branch's output, z and one number per token."""
     module = HyperConnectionModule(CONNECTION, RULES)
@@ -179,3 +194,58 @@ def test_saved_arrays() -> None:
     assert sizes == {(N * (N + 2), B, T), (B, T)}
     wide = [leaf for leaf in jax.tree.leaves(backward) if leaf.ndim == 3 and leaf.shape[1] == T]
     assert all(leaf.dtype == jnp.bfloat16 and leaf.shape[-1] in (D, N * D) for leaf in wide)
+
+
+def test_kernels_equal_plain_sums_of_bfloat16_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The projection is split into bfloat16 pieces. Results differ by rounding."""
+    values = random_values(HyperConnectionModule(CONNECTION, RULES))
+    random = np.random.default_rng(5)
+    x, weight = (jnp.asarray(random.normal(size=(B, T, N * D)), jnp.bfloat16) for _ in range(2))
+
+    def new_streams(values: Values, x: jax.Array) -> Any:
+        module = with_arrays(HyperConnectionModule(CONNECTION, RULES), values)
+        h, z = module.read(x)
+        new = module.write(x, branch(h), z)
+        return jnp.sum((new * weight).astype(jnp.float32)), (h, z, new)
+
+    def run() -> list[np.ndarray]:
+        arrays = jax.tree.map(jnp.float32, dict(values))
+        results = jax.value_and_grad(new_streams, (0, 1), has_aux=True)(arrays, x)
+        return [np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(results)]
+
+    plain = run()
+    monkeypatch.setattr(stream_backends, "select_shards", lambda *_: StreamShards((), None))
+    for found, wanted in zip(run(), plain, strict=True):
+        scale = float(np.abs(wanted).max())
+        np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=2**-9 * scale)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_nan_in_one_token_does_not_reach_other_tokens(streams: np.ndarray) -> None:
+    module = HyperConnectionModule(CONNECTION, RULES)
+    random_values(module)
+    x = jnp.asarray(streams.reshape(B, T, -1), jnp.float32)
+
+    def run(x: jax.Array) -> jax.Array:
+        h, z = module.read(x)
+        return module.write(x, branch(h), z)
+
+    results = []
+    for value in (0.0, jnp.nan):
+        other = x.at[1, 3].set(value)
+        new, backward = jax.vjp(run, other)
+        results.append((new, backward(jnp.ones_like(new))[0]))
+    is_other = np.ones((B, T), bool)
+    is_other[1, 3] = False
+    for clean, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(found[is_other], clean[is_other])
+        assert np.isnan(found[~is_other]).all()
+
+
+@pytest.mark.parametrize(
+    ("streams", "width", "supported"), [(4, 4096, True), (4, 96, False), (8, 128, False)]
+)
+def test_supported_sizes(streams: int, width: int, supported: bool) -> None:
+    """Streams consist of complete registers, and the pieces of all coefficients fit into one."""
+    sizes = stream_kernels.Sizes(streams, width, streams * (streams + 2), 1e-6, 1e-6)
+    assert stream_kernels.supports(sizes, jnp.bfloat16) == supported
