@@ -156,7 +156,7 @@ def write_backward(
 
 
 def map_coefficients(
-    function: Callable[[Float[Array, "I 8 128"]], Float[Array, "O 8 128"]],
+    function: Callable[[Float[Array, "I 8 lanes"]], Float[Array, "O 8 lanes"]],
     inputs: Sequence[Float[Array, "_ N"]],
     num_outputs: int,
     *,
@@ -211,11 +211,11 @@ def _numbers(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((len(x), LANES), jnp.float32)
 
 
-def _lanes(numbers: Float[Array, "N _"]) -> Float[Array, "N 128"]:
+def _lanes(numbers: Float[Array, "N _"]) -> Float[Array, "N lanes"]:
     return jnp.pad(numbers, ((0, 0), (0, LANES - numbers.shape[1])))
 
 
-def _affine(projection: Projection) -> Float[Array, "8 128"]:
+def _affine(projection: Projection) -> Float[Array, "8 lanes"]:
     """Return scales in row 0 and biases in row 1."""
     numbers = jnp.stack([projection.scale, projection.bias])
     return jnp.pad(_lanes(numbers), ((0, 6), (0, 0)))
@@ -234,7 +234,7 @@ def _pieces(x: Float[Array, "*dims"], count: int) -> list[Array]:
 
 def _projections(
     project: Float[Array, "nD J"], dtype: Any
-) -> tuple[Float[Array, "128 nD"], Float[Array, "128 nD"]]:
+) -> tuple[Float[Array, "lanes nD"], Float[Array, "lanes nD"]]:
     """Return the rows that are multiplied by x, and those that are multiplied by the cotangent of
     this product.
 
@@ -248,7 +248,7 @@ def _projections(
     return _rows([high, middle, low]), _rows([high, middle, high])
 
 
-def _rows(arrays: Sequence[Float[Array, "J nD"]]) -> Float[Array, "128 nD"]:
+def _rows(arrays: Sequence[Float[Array, "J nD"]]) -> Float[Array, "lanes nD"]:
     rows = jnp.concatenate(arrays)
     return jnp.pad(rows, ((0, LANES - len(rows)), (0, 0)))
 
@@ -479,13 +479,13 @@ def _square(x: Array) -> Array:
     return jnp.square(x.astype(jnp.float32))
 
 
-def _fold(x: Float[Array, "G _"]) -> Float[Array, "G 128"]:
+def _fold(x: Float[Array, "G _"]) -> Float[Array, "G lanes"]:
     """Return the sum of all groups of 128 columns."""
     parts = [x[:, start : start + LANES] for start in range(0, x.shape[1], LANES)]
     return sum(parts[1:], start=parts[0])
 
 
-def _to_lanes(sums: Sequence[Float[Array, "G 128"]]) -> Float[Array, "G 128"]:
+def _to_lanes(sums: Sequence[Float[Array, "G lanes"]]) -> Float[Array, "G lanes"]:
     """Return the sum of all columns of array i in lane i."""
     lane = _lane(sums[0])
     result = jnp.zeros_like(sums[0])
@@ -494,13 +494,13 @@ def _to_lanes(sums: Sequence[Float[Array, "G 128"]]) -> Float[Array, "G 128"]:
     return result
 
 
-def _columns(numbers: Float[Array, "G 128"], count: int, start: int = 0) -> list[Array]:
+def _columns(numbers: Float[Array, "G lanes"], count: int, start: int = 0) -> list[Array]:
     return [numbers[:, start + i : start + i + 1] for i in range(count)]
 
 
 def _weights(
-    sizes: Sizes, affine: Any, z: Float[Array, "G 128"]
-) -> tuple[Float[Array, "G 128"], Float[Array, "G 128"]]:
+    sizes: Sizes, affine: Any, z: Float[Array, "G lanes"]
+) -> tuple[Float[Array, "G lanes"], Float[Array, "G lanes"]]:
     """Return the weights of the streams in their sum, and the derivatives by the logits. Other
     lanes are zero.
     """
@@ -514,7 +514,7 @@ def _weights(
 
 
 def _coefficients(
-    sizes: Sizes, numbers: Float[Array, "G 128"]
+    sizes: Sizes, numbers: Float[Array, "G lanes"]
 ) -> tuple[list[Array], list[list[Array]]]:
     """Return the weights of the branch's output, and the rows of the mixing matrix."""
     n = sizes.num_streams
@@ -526,7 +526,7 @@ def _lane(x: Array) -> Array:
     return lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
 
-def _shift(x: Float[Array, "G 128"], lanes: int) -> Float[Array, "G 128"]:
+def _shift(x: Float[Array, "G lanes"], lanes: int) -> Float[Array, "G lanes"]:
     """Return x with column i moved to column i + lanes."""
     return tpu.roll(x, lanes % LANES, 1)
 

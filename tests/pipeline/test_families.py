@@ -38,7 +38,11 @@ from maxpipe.models.qwen3_moe import Qwen3MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.models.registry import FAMILIES
 from maxpipe.models.smollm3 import Smollm3Config
-from tests.cases import Case, keeping
+from maxpipe.nn import stream_backends, stream_kernels
+from maxpipe.nn.attention.interface import shard_axes
+from maxpipe.nn.stream_backends import StreamShards
+from maxpipe.parallel.sequence_parallel import SequenceParallel
+from tests.cases import MODEL, Case, keeping
 from tests.pipeline.test_engine import check_gradients, matrix
 
 GEMMA = Gemma3Config(
@@ -504,6 +508,33 @@ CASES = [
 
 @pytest.mark.parametrize("case", keeping(CASES, 11, 23, 36, 38), ids=str)
 def test_model_families_match_unpipelined_model(case: Case) -> None:
+    check_gradients(case)
+
+
+@pytest.mark.slow
+def test_stream_kernels_match_unpipelined_model(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels run as JAX operations, with registers as wide as the model."""
+
+    def select(sizes: Any, x: Any, rules: Any) -> StreamShards:
+        axis = "" if rules is None else SequenceParallel.from_rules(rules).axis
+        return StreamShards(shard_axes(len(x), 1)[0], axis or None)
+
+    case = Case(
+        *(2, 2, 3),
+        own=V4,
+        heads=(8, 1),
+        layers=6,
+        fsdp=2,
+        tensor=2,
+        remat="names",
+        schedule="zb_v",
+        split="sequence",
+        epsilon=0.1,
+    )
+    monkeypatch.setattr(stream_kernels, "LANES", MODEL.d_model)
+    monkeypatch.setattr(stream_backends, "select_shards", select)
     check_gradients(case)
 
 
