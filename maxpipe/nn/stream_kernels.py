@@ -34,6 +34,9 @@ _PIECES = 3
 """Number of bfloat16 numbers whose sum is a float32 number."""
 _MAP_TOKENS = 8 * LANES
 """Number of tokens of a grid step of `map_coefficients`: one vector register per coefficient."""
+_MAP_CYCLES = 1300
+"""Length of the instruction schedule of a grid step of `map_coefficients` on v5p, for four streams
+and 20 Sinkhorn iterations. The backward kernel, with two inputs, is twice as long."""
 
 
 class Sizes(NamedTuple):
@@ -79,6 +82,7 @@ def read(
         (x,),
         out,
         shared=(rows, _affine(projection)),
+        instructions=10,
         interpret=interpret,
     )
     count = sizes.num_coefficients
@@ -108,6 +112,7 @@ def read_backward(
         (x, numbers, d_h, _lanes(d_z)),
         (_like(x, x.shape[1]), _numbers(x), _numbers(x)),
         shared=(rows, _affine(projection)),
+        instructions=8,
         interpret=interpret,
     )
     return d_x, products[:, : sizes.num_coefficients], logits[:, : sizes.num_streams]
@@ -130,6 +135,7 @@ def write(
         sizes,
         (x, change, _lanes(coefficients)),
         (_like(x, x.shape[1]),),
+        instructions=12,
         interpret=interpret,
     )
 
@@ -150,6 +156,7 @@ def write_backward(
         sizes,
         (x, change, _lanes(coefficients), d_streams),
         (_like(x, x.shape[1]), _like(change, sizes.width), _numbers(x)),
+        instructions=17,
         interpret=interpret,
     )
     return d_x, d_change, numbers[:, : coefficients.shape[1]]
@@ -177,17 +184,20 @@ def map_coefficients(
     def spec(count: int) -> pl.BlockSpec:
         return pl.BlockSpec((count, 8, LANES), lambda step: (0, step, 0))
 
-    out = pl.pallas_call(
-        kernel,
-        grid=(shape[1] // 8,),
-        in_specs=[spec(len(each)) for each in arrays],
-        out_specs=spec(num_outputs),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-        compiler_params=compiler_parameters("parallel"),
-        cost_estimate=cost_estimate(0.0, arrays),
-        interpret=interpret,
-        name="stream_coefficients",
-    )(*arrays)
+    cycles = _MAP_CYCLES * len(inputs) * tokens / _MAP_TOKENS / tpu_cores().number
+    flops = float(num_outputs * tokens)
+    with jax.named_scope(scopes.flops(flops)), jax.named_scope(scopes.cycles(cycles)):
+        out = pl.pallas_call(
+            kernel,
+            grid=(shape[1] // 8,),
+            in_specs=[spec(len(each)) for each in arrays],
+            out_specs=spec(num_outputs),
+            out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+            compiler_params=compiler_parameters("parallel"),
+            cost_estimate=cost_estimate(flops, arrays),
+            interpret=interpret,
+            name="stream_coefficients",
+        )(*arrays)
     return out.reshape(num_outputs, -1)[:, :tokens]
 
 
@@ -272,19 +282,27 @@ def _call(
     arrays: Sequence[Array],
     out: Sequence[jax.ShapeDtypeStruct],
     *,
+    instructions: float,
     shared: Sequence[Array] = (),
     interpret: bool,
 ) -> Sequence[Array]:
-    """Run a kernel on blocks of tokens. Every grid step reads the complete `shared` arrays."""
+    """Run a kernel on blocks of tokens. Every grid step reads the complete `shared` arrays.
+
+    `instructions` is the length of the kernel's instruction schedule on v5p for four streams, per
+    group of tokens and 128 columns of x.
+    """
     x = arrays[0]
     num_arrays = sum(each.shape[1] == x.shape[1] for each in (*arrays, *out))
     tokens = _tokens(sizes, num_arrays, x.dtype, projection=bool(shared))
-    flops = 2.0 * LANES * x.size if shared else 0.0
+    flops = 2.0 * x.size * (LANES if shared else sizes.num_streams + 1)
+    cores, moved = tpu_cores(), sum(each.size * each.dtype.itemsize for each in (*arrays, *out))
+    scheduled = instructions * x.size / (_GROUP * LANES)
+    cycles = max(scheduled, moved / cores.num_bytes) / cores.number
 
     def spec(array: Any) -> pl.BlockSpec:
         return pl.BlockSpec((tokens, array.shape[1]), lambda step: (step, 0))
 
-    with jax.named_scope(scopes.flops(flops)):
+    with jax.named_scope(scopes.flops(flops)), jax.named_scope(scopes.cycles(cycles)):
         return pl.pallas_call(
             partial(kernel, sizes),
             grid=(pl.cdiv(len(x), tokens),),

@@ -212,6 +212,45 @@ print(json.dumps([
 """
 
 
+STREAMS = """
+import json, sys
+import jax
+from flax import nnx
+from maxpipe.models.layers.hyper_connections import HyperConnection
+from maxpipe.nn.hyper_connections import HyperConnectionModule
+from maxpipe.parallel import scopes
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.sharding import AxisRules
+from maxpipe.planner.hlo_parser import parse_hlo
+from maxpipe.planner.hlo_profile import profile_program
+from maxpipe.planner.topology import parse_topology, topology_devices
+
+topology, width = sys.argv[1], int(sys.argv[2])
+mesh = jax.sharding.Mesh(topology_devices(parse_topology(topology))[:1], ("data",))
+whole = jax.NamedSharding(mesh, jax.P())
+part = HyperConnection(width, 4, 1e-6, 1e-6, 20)
+
+def array(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+def total(params, x):
+    module = HyperConnectionModule(part, AxisRules.from_config(MeshConfig()))
+    for key, value in params.items():
+        setattr(module, key, nnx.Param(value))
+    h, z = module.read(x)
+    return module.write(x, h, z).astype("float32").sum()
+
+params = {key: array(*param.shape, dtype="float32") for key, param in part.params.items()}
+with jax.set_mesh(mesh):
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1))).lower(params, array(1, 500, 4 * width))
+    found = profile_program(parse_hlo(compiled.compile().as_text()))
+print(json.dumps([
+    [each.instruction.name, scopes.parse_cycles(each.instruction.op_name)]
+    for each in found.entries if each.is_kernel
+]))
+"""
+
+
 def run(program: str, *arguments: str) -> dict[str, Any]:
     """Run a program in a subprocess; return the JSON that it prints."""
     environment = os.environ | {
@@ -363,3 +402,17 @@ def test_kernels_of_sparse_attention_declare_their_cycles() -> None:
     cycles = {name.partition(".")[0]: count for name, count in kernels}
     assert cycles.keys() == {"sparse_selection", "add_rows"}
     assert all(count and count > 0 for count in cycles.values())
+
+
+@pytest.mark.parametrize(("topology", "width"), [("v5p:2x2x1", 7168), ("v6e:2x2", 4096)])
+def test_hyper_connections_compile_to_kernels(topology: str, width: int) -> None:
+    """The widths are those of DeepSeek-V4-Pro and V4-Flash."""
+    kernels: Any = run(STREAMS, topology, str(width))
+    names = [name.partition(".")[0] for name, _ in kernels]
+    assert sorted(names) == [
+        *["stream_coefficients"] * 2,
+        "streams_read",
+        "streams_read_backward",
+        "streams_write_backward",
+    ]
+    assert all(cycles for name, cycles in kernels if name.startswith("streams_"))
