@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +96,10 @@ class StateUpdate(NamedTuple):
 class Recurrence(Protocol):
     """A recurrence over chunks of tokens. Instances are compared by value, as static arguments."""
 
-    step_weights: ClassVar[tuple[str, ...]]
-    """Names of the weights that `step` reads."""
+    @property
+    def step_weights(self) -> tuple[str, ...]:
+        """Return the names of the weights that `step` reads."""
+        ...
 
     @property
     def part(self) -> Recurrent:

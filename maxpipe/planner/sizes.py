@@ -526,6 +526,7 @@ class ActivationSizes:
         num_bytes = sum(self.declared_bytes(part, part.residuals) for part in parts)
         num_bytes += self.declared_bytes(kind.branches[0].part, residuals_of_changes(kind))
         num_bytes += self.itemsize * sum(map(self.remote_key_elements, parts))
+        num_bytes -= self.itemsize * self.hidden * _shared_inputs(kind)
         return num_bytes + kind.num_masks * self.hidden
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
@@ -566,6 +567,7 @@ class ActivationSizes:
             is_unread = recomputed and last.name in trained and not _reads_last_output(kind)
             if is_unread and isinstance(last.part, Attention):
                 total += self.declared_bytes(last.part, last.part.deferred_if_unread(saved))
+            total -= size * self.hidden * _shared_inputs(kind)
             if recomputed and trained:
                 total += (size * kind.num_residual_arrays + kind.num_masks) * self.hidden
                 streams = self.model.ends.num_streams
@@ -576,6 +578,11 @@ class ActivationSizes:
             return total
 
         return {name: num_bytes(kind) for name, kind in self._kinds}
+
+
+def _shared_inputs(layer_type: LayerType) -> int:
+    """Return the number of branches whose declared input is also the input of another branch."""
+    return sum(branch.shares_input for branch in layer_type.branches)
 
 
 def _outputs(layer_type: LayerType, part: str, name: str) -> set[str]:
