@@ -6,6 +6,7 @@ how many keys and values devices exchange. This module does not import jax.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -526,7 +527,7 @@ class ActivationSizes:
         num_bytes = sum(self.declared_bytes(part, part.residuals) for part in parts)
         num_bytes += self.declared_bytes(kind.branches[0].part, residuals_of_changes(kind))
         num_bytes += self.itemsize * sum(map(self.remote_key_elements, parts))
-        num_bytes -= self.itemsize * self.hidden * _shared_inputs(kind)
+        num_bytes -= self.itemsize * self.hidden * _shared_arrays(kind, {*kind.parts})
         return num_bytes + kind.num_masks * self.hidden
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
@@ -567,7 +568,8 @@ class ActivationSizes:
             is_unread = recomputed and last.name in trained and not _reads_last_output(kind)
             if is_unread and isinstance(last.part, Attention):
                 total += self.declared_bytes(last.part, last.part.deferred_if_unread(saved))
-            total -= size * self.hidden * _shared_inputs(kind)
+            shared = _shared_arrays(kind, trained, cotangents=not recomputed)
+            total -= size * self.hidden * shared
             if recomputed and trained:
                 total += (size * kind.num_residual_arrays + kind.num_masks) * self.hidden
                 streams = self.model.ends.num_streams
@@ -580,9 +582,17 @@ class ActivationSizes:
         return {name: num_bytes(kind) for name, kind in self._kinds}
 
 
-def _shared_inputs(layer_type: LayerType) -> int:
-    """Return the number of branches whose declared input is also the input of another branch."""
-    return sum(branch.shares_input for branch in layer_type.branches)
+def _shared_arrays(layer_type: LayerType, names: set[str], *, cotangents: bool = False) -> int:
+    """Return the number of arrays that two of the named branches both declare: their common input
+    and, if `cotangents` is set, the cotangent of their outputs, unless these are scaled.
+    """
+    pairs = [
+        pair
+        for pair in itertools.pairwise(layer_type.branches)
+        if pair[1].shares_input and {branch.name for branch in pair} <= names
+    ]
+    unscaled = (all(each.scale == 1.0 and not each.dropout for each in pair) for pair in pairs)
+    return len(pairs) + (sum(unscaled) if cotangents else 0)
 
 
 def _outputs(layer_type: LayerType, part: str, name: str) -> set[str]:
