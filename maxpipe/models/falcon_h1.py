@@ -132,7 +132,7 @@ class _MambaWidth:
             expand = theirs.get("mamba_expand", 2)
             width = expand * ours["d_model"] if type(expand) is int else expand
         if type(heads) is not int or heads < 1:
-            raise UnsupportedError("mamba_n_heads", heads, "must be a positive whole number.")
+            raise UnsupportedError("mamba_n_heads", heads, "must be a positive integer.")
         if type(width) is not int or width % heads:
             raise UnsupportedError("mamba_d_ssm", width, f"must be a multiple of {heads} heads.")
         if size not in ("auto", width // heads):

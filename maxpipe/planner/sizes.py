@@ -6,7 +6,6 @@ how many keys and values devices exchange. This module does not import jax.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -584,15 +583,13 @@ class ActivationSizes:
 
 def _shared_arrays(layer_type: LayerType, names: set[str], *, cotangents: bool = False) -> int:
     """Return the number of arrays that two of the named branches both declare: their common input
-    and, if `cotangents` is set, the cotangent of their outputs, unless these are scaled.
+    and, if `cotangents` is set, the cotangent of their outputs, unless dropout changes it.
     """
-    pairs = [
-        pair
-        for pair in itertools.pairwise(layer_type.branches)
-        if pair[1].shares_input and {branch.name for branch in pair} <= names
-    ]
-    unscaled = (all(each.scale == 1.0 and not each.dropout for each in pair) for pair in pairs)
-    return len(pairs) + (sum(unscaled) if cotangents else 0)
+    count = 0
+    for pair in pairwise(layer_type.branches):
+        if pair[1].shares_input and {branch.name for branch in pair} <= names:
+            count += 1 + (cotangents and not any(branch.dropout for branch in pair))
+    return count
 
 
 def _outputs(layer_type: LayerType, part: str, name: str) -> set[str]:

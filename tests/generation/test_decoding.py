@@ -42,6 +42,7 @@ from tests.generation.small import (
     PROMPTS,
     decoding_of,
     generate_tokens,
+    params_of,
 )
 
 
@@ -196,6 +197,20 @@ def test_sliding_window_layers_cache_only_window() -> None:
     caches = jax.eval_shape(lambda: decoding._init_program(DecodeShape(2, 16, 500))).caches
     sizes = [cache["attention"].keys.shape[2] for cache in caches]
     assert sizes == [5 - 1 + 16, 516, 5 - 1 + 16]
+
+
+def test_experts_in_layers_without_cache_drop_no_tokens() -> None:
+    own = dataclasses.replace(NEMOTRON.own, capacity_factor=0.3)
+    logits = []
+    for model in (NEMOTRON, dataclasses.replace(NEMOTRON, own=own)):
+        decoder, params = Decoder(model, AxisRules(())), params_of(NEMOTRON)
+        tokens = jnp.arange(14).reshape(2, 7)
+        batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens)}
+        batch |= {"positions": jnp.arange(7)[None].repeat(2, axis=0)}
+        caches = decoder.empty_caches(2, 7)
+        assert [*map(list, caches)] == [["mamba"], [], ["attention"], []]
+        logits.append(jax.jit(decoder.extend)(params, batch, caches)[0])
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-6)
 
 
 def test_cache_uses_compute_dtype() -> None:

@@ -628,13 +628,19 @@ def test_mamba_layers_save_declared_activations(remat: str) -> None:
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
 @pytest.mark.parametrize("attention", ["xla", "blockwise"])
 @pytest.mark.parametrize(
-    "own", [{}, {"mamba_rms_norm": True, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6}]
+    ("own", "dropout"),
+    [
+        ({}, 0.0),
+        ({}, 0.1),
+        ({"mamba_rms_norm": True, "ssm_out_multiplier": 0.6, "attention_out_multiplier": 0.7}, 0.0),
+    ],
 )
 def test_branches_with_one_input_save_declared_activations(
-    own: dict[str, Any], attention: str, remat: str
+    own: dict[str, Any], dropout: float, attention: str, remat: str
 ) -> None:
     own = FALCON["falcon_h1"] | own
-    check_saved_bytes(FALCON | {"attention": attention, "falcon_h1": own}, remat, 16)
+    changes = {"attention": attention, "dropout": dropout, "falcon_h1": own}
+    check_saved_bytes(FALCON | changes, remat, 16)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
