@@ -130,7 +130,9 @@ class _MambaWidth:
         width = theirs.get("mamba_d_ssm", 1024)
         if width is None:
             expand = theirs.get("mamba_expand", 2)
-            width = expand * ours["d_model"] if type(expand) is int else expand
+            if type(expand) is not int:
+                raise UnsupportedError("mamba_expand", expand, "must be a whole number.")
+            width = expand * ours["d_model"]
         if type(heads) is not int or heads < 1:
             raise UnsupportedError("mamba_n_heads", heads, "must be a positive integer.")
         if type(width) is not int or width % heads:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -96,10 +96,8 @@ class StateUpdate(NamedTuple):
 class Recurrence(Protocol):
     """A recurrence over chunks of tokens. Instances are compared by value, as static arguments."""
 
-    @property
-    def step_weights(self) -> tuple[str, ...]:
-        """Return the names of the weights that `step` reads."""
-        ...
+    step_weights: ClassVar[tuple[str, ...]]
+    """Names of the weights that `step` reads, if the sublayer has them."""
 
     @property
     def part(self) -> Recurrent:
@@ -273,7 +271,7 @@ def _tokens_first(
 
 
 def _step_weights(rule: Recurrence, weights: Weights) -> Weights:
-    return {name: weights[name] for name in rule.step_weights}
+    return {name: weights[name] for name in rule.step_weights if name in weights}
 
 
 class Decay(NamedTuple):

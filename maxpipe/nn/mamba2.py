@@ -7,7 +7,7 @@ chunk to chunk.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,10 +138,7 @@ class _StateSpace:
     """
 
     part: mamba2.Mamba2
-
-    @property
-    def step_weights(self) -> tuple[str, ...]:
-        return () if self.part.norm is None else ("norm",)
+    step_weights: ClassVar[tuple[str, ...]] = ("norm",)
 
     @property
     def _joined(self) -> int:
@@ -216,7 +213,7 @@ class _StateSpace:
         gate, value = join(inner[..., : part.head_dim]), join(value)
         tokens = (heads_first(x.astype(inner.dtype), size) for x in (query, key, gate, value))
         skip = jnp.repeat(weights["skip"][:, None], part.head_dim, axis=1)
-        factors = (skip, *(weights[name] for name in self.step_weights))
+        factors = (skip,) if part.norm is None else (skip, weights["norm"])
         shared = (x.reshape(-1, 1, joined * part.head_dim) for x in factors)
         return Operands(tuple(shared), tuple(tokens), stacked_rows(rows, decay.document, 1))
 

@@ -1371,6 +1371,7 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     (maker.falcon_h1, {"mamba_d_head": 4}, "mamba_d_head"),
     (maker.falcon_h1, {"mamba_d_ssm": 31}, "mamba_d_ssm"),
     (maker.falcon_h1, {"mamba_d_ssm": None}, "mamba_d_ssm"),
+    (maker.falcon_h1, {"mamba_d_ssm": None, "mamba_expand": "auto"}, "mamba_expand"),
     (maker.falcon_h1, {"mamba_n_heads": 0}, "mamba_n_heads"),
     (maker.falcon_h1, {"projectors_bias": True}, "projectors_bias"),
     (maker.falcon_h1, {"mamba_proj_bias": True}, "mamba_proj_bias"),
