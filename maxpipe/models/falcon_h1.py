@@ -110,7 +110,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         values, count = getattr(own, key), 5 if key == "ssm_multipliers" else 2
         if len(values) != count or not all(0 < value <= LARGEST for value in values):
             yield RuleViolation(
-                Code.MODEL_SIZES,
+                Code.CFG_TYPE,
                 f"{section}.{key}",
                 f"must contain {count} positive numbers, for {names}.",
                 f"Set {section}.{key}=[{','.join(['1.0'] * count)}].",
