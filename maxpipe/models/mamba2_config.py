@@ -54,6 +54,7 @@ BOUNDS = (
 def mamba2(config: ModelConfig, own: Mamba2Config, **options: Any) -> Mamba2:
     """Return the Mamba-2 sublayer; `options` are additional fields of `Mamba2`."""
     width = own.mamba_num_heads * own.mamba_head_dim // own.mamba_num_groups
+    options.setdefault("norm", RMSNorm(width, config.norm_epsilon))
     return Mamba2(
         config.d_model,
         own.mamba_num_heads,
@@ -62,9 +63,8 @@ def mamba2(config: ModelConfig, own: Mamba2Config, **options: Any) -> Mamba2:
         own.mamba_state_dim,
         own.mamba_conv_kernel_dim,
         own.mamba_conv_bias,
-        RMSNorm(width, config.norm_epsilon),
-        family.residual_gain(config),
-        own.mamba_chunk_size,
+        out_gain=family.residual_gain(config),
+        chunk=own.mamba_chunk_size,
         **options,
     )
 

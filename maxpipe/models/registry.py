@@ -15,6 +15,7 @@ from maxpipe.models import (
     deepseek,
     deepseek_v4,
     deepseek_v32,
+    falcon_h1,
     gemma2,
     gemma3,
     gemma4,
@@ -56,7 +57,7 @@ FAMILIES: dict[str, Family] = {
         *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, olmo3),
         *(granite, granite4, smollm3, moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
         *(deepseek, deepseek_v32, deepseek_v4, glm4_moe, glm_moe_dsa, minimax_m2, llama4),
-        *(nemotron_h, kimi_linear, olmo_hybrid),
+        *(nemotron_h, kimi_linear, olmo_hybrid, falcon_h1),
     )
 }
 

@@ -291,7 +291,8 @@ class Part(Protocol):
 class Branch:
     """A residual branch, `x + scale * dropout(after(part(before(x))))`. Both norms are optional.
 
-    Two branches can share one residual sum, `x + dropout(norm(first(x) + second(x)))`.
+    Two branches can share one residual sum: `x + dropout(norm(first(x) + second(x)))` with a
+    `sum_norm`, and `x + first(before(x)) + second(before(x))` with `shares_input`.
     """
 
     name: str
@@ -304,6 +305,9 @@ class Branch:
     sum_norm: Part | None = None
     """If set, this branch has the same input as the preceding branch, and this norm is applied to
     the sum of the outputs of both branches."""
+    shares_input: bool = False
+    """Whether this branch, which has no pre-norm, reads the same normalized array as the preceding
+    branch. The outputs of both branches are added to the residual stream together."""
     connection: Part | None = None
     """Hyper-connection between the branch and several residual streams (`Ends.num_streams`). If
     None, the branch reads one stream and its output is added to that stream."""
@@ -398,13 +402,13 @@ class LayerType:
 
         Two of these arrays are the layer's input and the cotangent of its output. For each branch,
         the sublayer's output is also included if the sublayer is followed by a post-norm.
-        Otherwise, the residual sum is included, unless this sum is the layer's output. The sum of
-        two branches is included if a norm follows it.
+        Otherwise, the residual sum is included, unless this sum is the layer's output or the next
+        branch shares it. The sum of two branches is included if a norm follows it.
         """
-        last = self.branches[-1]
+        following = (*(branch.shares_input for branch in self.branches[1:]), True)
         return 2 + sum(
-            (branch.post_norm is not None or branch is not last) + (branch.sum_norm is not None)
-            for branch in self.branches
+            (branch.post_norm is not None or not shared) + (branch.sum_norm is not None)
+            for branch, shared in zip(self.branches, following, strict=True)
         )
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,16 @@ def norm_module(part: Part) -> Any:
     return _NORMS[type(part)](part)
 
 
+class _BranchInput(NamedTuple):
+    """Input of a sublayer, after the connection and the pre-norm of its branch."""
+
+    x: Float[Array, "B T D"]
+    max_abs: Float[Array, "B T 1"] | None = None
+    """Largest magnitude of each token, if matmuls need it and the pre-norm computes it."""
+    projected: Array | None = None
+    """Data that `Block._add` needs for a hyper-connection."""
+
+
 class Block(nnx.Module):
     """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each branch.
 
@@ -114,38 +124,51 @@ class Block(nnx.Module):
             keys = jax.vmap(
                 lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
             )(context.inputs["example_ids"])
-        losses, statistics, cache = {}, {}, None
+        losses, statistics, caches = {}, {}, {}
         split = context.split(self.rules)
         x = split.split_tokens(x)
         x, carried = self._divide(x, split) if self.carried else (x, {})
         if self.layer_type.input_stored_as:
             carried[self.layer_type.input_stored_as] = x
+        inner = _BranchInput(x)
         first = x  # output of the first of two branches with one residual sum
         for number, branch in enumerate(branches):
             keys_of_branch = context.rounding_keys
             if keys_of_branch is not None:
                 keys_of_branch = stochastic_rounding.fold_in(keys_of_branch, number)
-            branch_context = replace(context, carried=carried, rounding_keys=keys_of_branch)
-            inner, projected = self._read(branch, x, split)
+            branch_context = replace(
+                context,
+                carried=carried,
+                rounding_keys=keys_of_branch,
+                cache=None if context.cache is None else context.cache.get(branch.name, {}),
+            )
+            if not branch.shares_input:
+                inner = self._read(branch, x, context, split)
             output = self._branch(branch, inner, branch_context)
             change = output.x
             context.record(f"output.{branch.name}", change)
             carried |= output.carried
             losses |= output.losses
             statistics |= output.statistics
-            cache = cache if output.cache is None else output.cache
+            if output.cache is not None:
+                caches[branch.name] = output.cache
+            following = branches[number + 1] if number + 1 < len(branches) else None
             if branch.sum_norm is not None:
                 name = _sum_norm(branch)
                 with jax.named_scope(scopes.part(name)):
                     change = getattr(self, name)(first + change)
-            elif number + 1 < len(branches) and branches[number + 1].sum_norm is not None:
+            elif following is not None and following.sum_norm is not None:
                 first = change
                 continue
             if keys is not None and branch.dropout:
                 places = local_positions(x.shape[1])
                 change = dropout(change, branch.dropout, keys[:, number], places)
             change = change if branch.scale == 1.0 else change * branch.scale
-            x = self._add(branch, x, change, projected, split)
+            change = first + change if branch.shares_input else change
+            if following is not None and following.shares_input:
+                first = change
+                continue
+            x = self._add(branch, x, change, inner.projected, split)
             context.record(f"residual.{branch.name}", x)
         if self.layer_type.output_scale is not None:
             x = self.output(x)
@@ -159,18 +182,30 @@ class Block(nnx.Module):
             x = self._whole(jnp.concatenate(parts, axis=-1), split)
         if context.recorder is not None:
             statistics |= context.recorder.statistics
-        return Output(x, losses, statistics, cache)
+        return Output(x, losses, statistics, None if context.cache is None else caches)
 
     def _read(
-        self, branch: Branch, x: Float[Array, "B T W"], split: SequenceParallel
-    ) -> tuple[Float[Array, "B T D"], Array | None]:
-        """Return the input of a branch, and the data that `_add` needs for a hyper-connection."""
-        if branch.connection is None:
-            return x, None
-        name = _connection(branch)
-        with jax.named_scope(scopes.part(name)):
-            inner, projected = getattr(self, name).read(self._whole(x, split))
-        return self._whole(inner, split), projected
+        self,
+        branch: Branch,
+        x: Float[Array, "B T W"],
+        context: LayerContext,
+        split: SequenceParallel,
+    ) -> _BranchInput:
+        """Return the input of a branch's sublayer."""
+        projected = max_abs = None
+        if branch.connection is not None:
+            name = _connection(branch)
+            with jax.named_scope(scopes.part(name)):
+                inner, projected = getattr(self, name).read(self._whole(x, split))
+            x = self._whole(inner, split)
+        if branch.pre_norm is not None:
+            name = f"{branch.name}_norm"
+            module = getattr(self, name)
+            with jax.named_scope(scopes.part(name)):
+                if isinstance(module, RMSNorm) and context.has_token_scales:
+                    max_abs = module.max_abs(x)
+                x = module(x)
+        return _BranchInput(x, max_abs, projected)
 
     def _add(
         self,
@@ -206,20 +241,15 @@ class Block(nnx.Module):
         """
         return split.split_tokens(x) if split.axis else constrain(x, (None,) * 3, self.rules)
 
-    def _branch(self, branch: Branch, x: Array, context: LayerContext) -> Output:
-        output = Output(x)
-        for name, part in branch.parts.items():
-            if name in (_sum_norm(branch), _connection(branch)):
-                continue
-            module = getattr(self, name)
-            is_part = part is branch.part
+    def _branch(self, branch: Branch, inner: _BranchInput, context: LayerContext) -> Output:
+        """Return the output of a branch's sublayer, after the post-norm."""
+        with jax.named_scope(scopes.part(branch.name)):
+            context = replace(context, max_abs=inner.max_abs)
+            output = getattr(self, branch.name)(inner.x, context)
+        if branch.post_norm is not None:
+            name = f"{branch.name}_after_norm"
             with jax.named_scope(scopes.part(name)):
-                if is_part:
-                    output = module(output.x, context)
-                    continue
-                if isinstance(module, RMSNorm) and context.has_token_scales:
-                    context = replace(context, max_abs=module.max_abs(output.x))
-                output = output._replace(x=module(output.x))
+                output = output._replace(x=getattr(self, name)(output.x))
         return output
 
 

@@ -97,7 +97,7 @@ class Recurrence(Protocol):
     """A recurrence over chunks of tokens. Instances are compared by value, as static arguments."""
 
     step_weights: ClassVar[tuple[str, ...]]
-    """Names of the weights that `step` reads."""
+    """Names of the weights that `step` reads, if the sublayer has them."""
 
     @property
     def part(self) -> Recurrent:
@@ -271,7 +271,7 @@ def _tokens_first(
 
 
 def _step_weights(rule: Recurrence, weights: Weights) -> Weights:
-    return {name: weights[name] for name in rule.step_weights}
+    return {name: weights[name] for name in rule.step_weights if name in weights}
 
 
 class Decay(NamedTuple):

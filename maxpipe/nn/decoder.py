@@ -499,21 +499,25 @@ class Decoder:
             layers[layer_type] = iter(map(form.unflatten, zip(*map(split, leaves), strict=True)))
         return params | {"layers": [next(layers[layer_type]) for layer_type in self.model.layers]}
 
-    def empty_cache(self, layer_type: str, rows: int, tokens: int) -> Any:
+    def empty_cache(self, layer_type: str, rows: int, tokens: int) -> dict[str, Any]:
         """Return an empty cache for a layer of this type and `tokens` tokens per sequence."""
-        return self._of_caching_part(
+        return self._of_caching_parts(
             layer_type, lambda module, part: module.empty_cache(part, rows, tokens, self._dtype)
         )
 
-    def cache_axes(self, layer_type: str) -> Any:
+    def cache_axes(self, layer_type: str) -> dict[str, Any]:
         """Return the logical axes of `empty_cache`, with one tuple per array."""
-        return self._of_caching_part(layer_type, lambda module, part: module.cache_axes(part))
+        return self._of_caching_parts(layer_type, lambda module, part: module.cache_axes(part))
 
-    def _of_caching_part(self, layer_type: str, read: Callable[[Any, Part], Any]) -> Any:
-        """Return `read(module, part)` for the sublayer that has a cache, or None."""
-        parts = (branch.part for branch in self.model.layer_types[layer_type].branches)
-        values = (read(sublayer_module(part), part) for part in parts)
-        return next((value for value in values if value is not None), None)
+    def _of_caching_parts(
+        self, layer_type: str, read: Callable[[Any, Part], Any]
+    ) -> dict[str, Any]:
+        """Return `read(module, part)` for each sublayer with a cache, keyed by branch."""
+        branches = self.model.layer_types[layer_type].branches
+        values = {
+            branch.name: read(sublayer_module(branch.part), branch.part) for branch in branches
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
     def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:
         """Return empty caches for all layers, in model order.
@@ -523,12 +527,15 @@ class Decoder:
         """
         caches = []
         for number, layer_type in enumerate(self.model.layers):
-            # Name of the per-layer value that limits the cache size.
-            window = self._of_caching_part(layer_type, lambda m, part: m.cache_window(part) or None)
-            places = tokens
-            if piece and window and (size := int(self.model.values[window][number])):
-                places = min(tokens, size - 1 + piece)
-            caches.append(self.empty_cache(layer_type, rows, places))
+
+            def empty(module: Any, part: Part, number: int = number) -> Any:
+                # Name of the per-layer value that limits the cache size.
+                window, places = module.cache_window(part), tokens
+                if piece and window and (size := int(self.model.values[window][number])):
+                    places = min(tokens, size - 1 + piece)
+                return module.empty_cache(part, rows, places, self._dtype)
+
+            caches.append(self._of_caching_parts(layer_type, empty))
         return caches
 
     def decode_layer(

@@ -78,10 +78,12 @@ class Mamba2(SpecModule):
         x = split.gather_tokens(x)
 
         def project(*names: str) -> Array:
-            found = [
-                split.unsharded_matmul(x, getattr(self, name)[...].astype(dtype)) for name in names
-            ]
-            return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+            projected = []
+            for name in names:
+                y = split.unsharded_matmul(x, getattr(self, name)[...].astype(dtype))
+                factor = getattr(part.multipliers, name)
+                projected.append(y if factor == 1.0 else y * factor)
+            return projected[0] if len(names) == 1 else jnp.concatenate(projected, axis=-1)
 
         heads = (None, None, "heads", None)
         inner = checkpoint_name(constrain(project("gate", "value"), heads, rules), "gate_value")
@@ -152,11 +154,12 @@ class _StateSpace:
         written = jnp.einsum("bkcd,bkrcv->bkrdv", chunk.key, chunk.value)
         state = chunk.keep[..., None, None] * state + written
         read = read * jax.nn.silu(chunk.gate.astype(jnp.float32))
-        # The mean covers all heads of a group.
-        square = jnp.mean(jnp.square(read), axis=(2, 4), keepdims=True)
-        scale = weights["norm"].astype(jnp.float32)
-        scale = scale.reshape(self.part.num_groups, self.part.group, 1, self.part.head_dim)
-        read = read * lax.rsqrt(square + self.part.norm.epsilon) * scale
+        if self.part.norm is not None:
+            # The mean covers all heads of a group.
+            square = jnp.mean(jnp.square(read), axis=(2, 4), keepdims=True)
+            scale = weights["norm"].astype(jnp.float32)
+            scale = scale.reshape(self.part.num_groups, self.part.group, 1, self.part.head_dim)
+            read = read * lax.rsqrt(square + self.part.norm.epsilon) * scale
         return state, read.astype(chunk.gate.dtype)
 
     def state_updates(self, chunks: Chunk) -> StateUpdate:
@@ -167,7 +170,7 @@ class _StateSpace:
     def layout(self, inputs: Any, tokens: int) -> Layout | None:
         """Return the options of the TPU kernels, or None if they do not support the sizes.
 
-        The norm covers a group of heads, so each device needs complete groups.
+        The heads of a group share keys and a norm, so each device needs complete groups.
         """
         part, inner = self.part, inputs[0]
         joined, size = self._joined, self._kernel_chunk
@@ -177,7 +180,8 @@ class _StateSpace:
             return None
         if any(each % recurrent_kernels.LANES for each in (size, *sizes)):
             return None
-        tile = Mamba2Tile(size, joined, part.head_dim, part.norm.epsilon, inner.dtype)
+        epsilon = None if part.norm is None else part.norm.epsilon
+        tile = Mamba2Tile(size, joined, part.head_dim, epsilon, inner.dtype)
         widths = (part.state_size, part.state_size, sizes[1], sizes[1])
         return Layout(tile, size, widths, groups, tile.flops(part.state_size, part.group), joined)
 
@@ -209,7 +213,8 @@ class _StateSpace:
         gate, value = join(inner[..., : part.head_dim]), join(value)
         tokens = (heads_first(x.astype(inner.dtype), size) for x in (query, key, gate, value))
         skip = jnp.repeat(weights["skip"][:, None], part.head_dim, axis=1)
-        shared = (x.reshape(-1, 1, joined * part.head_dim) for x in (skip, weights["norm"]))
+        factors = (skip,) if part.norm is None else (skip, weights["norm"])
+        shared = (x.reshape(-1, 1, joined * part.head_dim) for x in factors)
         return Operands(tuple(shared), tuple(tokens), stacked_rows(rows, decay.document, 1))
 
     def chunks(

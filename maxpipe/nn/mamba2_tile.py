@@ -19,10 +19,11 @@ _NO_DECAY_BETWEEN = -1e30
 class Mamba2Tile:
     """Chunk of the heads of one group.
 
-    The shared arrays are the factors of the skip connection and the scale of the norm. The arrays
-    of tokens are queries, keys, output gates and values, where several heads of fewer than 128 dims
-    are joined. The rows are the log decay since the start of the chunk or document, the decay since
-    the start of the chunk, the decay until its end, the time step, and the index of the document.
+    The shared arrays are the factors of the skip connection and the scale of the norm, if any. The
+    arrays of tokens are queries, keys, output gates and values, where several heads of fewer than
+    128 dims are joined. The rows are the log decay since the start of the chunk or document, the
+    decay since the start of the chunk, the decay until its end, the time step, and the index of the
+    document.
     """
 
     size: int
@@ -30,8 +31,8 @@ class Mamba2Tile:
     joined: int
     """Number of heads that are joined."""
     head_dim: int
-    epsilon: float
-    """Epsilon of the norm."""
+    epsilon: float | None
+    """Epsilon of the norm. None disables the norm."""
     dtype: Any
 
     def __call__(
@@ -51,6 +52,8 @@ class Mamba2Tile:
             read += value.astype(jnp.float32) * skip.astype(jnp.float32)
             gated.append(read * gate / (1.0 + jnp.exp(-gate)))
             after.append(state)
+        if self.epsilon is None:
+            return gated, after
         width = len(gated) * self.joined * self.head_dim
         square = sum((x * x).sum(1, keepdims=True) for x in gated) / width
         factor = lax.rsqrt(square + self.epsilon)

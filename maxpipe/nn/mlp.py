@@ -67,7 +67,9 @@ def _compute_activation(
         assert weights is not None, "only experts have routing weights"
         gate, up = gate * weights[..., None], up * weights[..., None]
         return _FUNCTIONS[function.function](gate) * up
-    if isinstance(function, mlp.ClampedSilu):
+    if isinstance(function, mlp.ScaledGate):
+        hidden = jax.nn.silu(gate * function.scale) * up
+    elif isinstance(function, mlp.ClampedSilu):
         gate = jnp.minimum(gate, function.limit)
         up = jnp.clip(up, -function.limit, function.limit)
         up = up + function.offset if function.offset else up

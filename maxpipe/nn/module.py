@@ -34,7 +34,8 @@ class LayerContext:
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Values that differ between layers, with one entry per layer."""
     cache: Any = None
-    """Cache of earlier tokens in decoding, created by `empty_cache`."""
+    """Cache of earlier tokens, created by `empty_cache`, or None outside of decoding. A layer has a
+    dict with the cache of each branch. A sublayer without a cache has an empty dict."""
     quantizer: MatmulQuantizer | None = None
     """Quantizer for matmuls with weights. If None, matmuls use the compute dtype."""
     carried: Mapping[str, Float[Array, "B T size"]] = field(default_factory=dict)
@@ -113,7 +114,7 @@ class SpecModule(nnx.Module):
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
-        """Return an empty cache for `tokens` tokens per sequence; None for layers without a cache.
+        """Return an empty cache for `tokens` tokens per sequence, or None if no cache is needed.
 
         The cache is a tree of arrays, whose dim 0 indexes sequences, and of scalar token counts. A
         sequence's entries can be replaced with the entries of a sequence from another cache if both

@@ -526,6 +526,7 @@ class ActivationSizes:
         num_bytes = sum(self.declared_bytes(part, part.residuals) for part in parts)
         num_bytes += self.declared_bytes(kind.branches[0].part, residuals_of_changes(kind))
         num_bytes += self.itemsize * sum(map(self.remote_key_elements, parts))
+        num_bytes -= self.itemsize * self.hidden * _shared_arrays(kind, {*kind.parts})
         return num_bytes + kind.num_masks * self.hidden
 
     def report_bytes(self, layers: Mapping[str, int]) -> float:
@@ -566,6 +567,8 @@ class ActivationSizes:
             is_unread = recomputed and last.name in trained and not _reads_last_output(kind)
             if is_unread and isinstance(last.part, Attention):
                 total += self.declared_bytes(last.part, last.part.deferred_if_unread(saved))
+            shared = _shared_arrays(kind, trained, cotangents=not recomputed)
+            total -= size * self.hidden * shared
             if recomputed and trained:
                 total += (size * kind.num_residual_arrays + kind.num_masks) * self.hidden
                 streams = self.model.ends.num_streams
@@ -576,6 +579,17 @@ class ActivationSizes:
             return total
 
         return {name: num_bytes(kind) for name, kind in self._kinds}
+
+
+def _shared_arrays(layer_type: LayerType, names: set[str], *, cotangents: bool = False) -> int:
+    """Return the number of arrays that two of the named branches both declare: their common input
+    and, if `cotangents` is set, the cotangent of their outputs, unless dropout changes it.
+    """
+    count = 0
+    for pair in pairwise(layer_type.branches):
+        if pair[1].shares_input and {branch.name for branch in pair} <= names:
+            count += 1 + (cotangents and not any(branch.dropout for branch in pair))
+    return count
 
 
 def _outputs(layer_type: LayerType, part: str, name: str) -> set[str]:

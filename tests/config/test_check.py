@@ -512,7 +512,7 @@ def test_rules_declare_the_keys_they_read():
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "granite4", "nemotron_h", "kimi_linear", "olmo_hybrid"]
+    "family", ["qwen3_next", "granite4", "nemotron_h", "kimi_linear", "olmo_hybrid", "falcon_h1"]
 )
 def test_recurrent_layers_support_context_axis(family: str):
     sizes = ("model.num_kv_heads=8", "model.head_dim=96")  # valid for all families

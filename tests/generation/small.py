@@ -15,6 +15,7 @@ from maxpipe.generation.completions import DecodeEngineProtocol
 from maxpipe.generation.decoding import DecodeEngine, DecodeShape, Sampling, is_axes, padded_length
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.deepseek import DeepseekConfig
+from maxpipe.models.falcon_h1 import FalconH1Config
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.gemma4 import Gemma4Config
 from maxpipe.models.granite4 import Granite4Config
@@ -140,6 +141,21 @@ NEMOTRON = dataclasses.replace(
         mamba_num_heads=6,
         mamba_head_dim=3,
         mamba_num_groups=2,
+        mamba_state_dim=5,
+        mamba_chunk_size=4,
+    ),
+)
+FALCON = dataclasses.replace(
+    LLAMA,
+    family="falcon_h1",
+    own=FalconH1Config(
+        key_multiplier=1.7,
+        attention_in_multiplier=1.3,
+        ssm_multipliers=[0.4, 0.7, 1.3, 0.5, 1.6],
+        mlp_multipliers=[0.6, 1.4],
+        mamba_num_heads=4,
+        mamba_head_dim=3,
+        mamba_num_groups=1,
         mamba_state_dim=5,
         mamba_chunk_size=4,
     ),

@@ -25,6 +25,7 @@ from tests.cases import keeping
 from tests.generation.small import (
     DEEPSEEK,
     DRAWN,
+    FALCON,
     GEMMA,
     GEMMA4,
     GEMMA4_SMALL,
@@ -41,6 +42,7 @@ from tests.generation.small import (
     PROMPTS,
     decoding_of,
     generate_tokens,
+    params_of,
 )
 
 
@@ -62,10 +64,11 @@ def by_full_forwards(apply: Any, params: Any, prompt: list[int], length: int) ->
     keeping(
         [
             *(LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, GRANITE4, NEMOTRON, KIMI, OLMO_HYBRID),
-            *(LLAMA4, GEMMA4, GEMMA4_SMALL),
+            *(LLAMA4, GEMMA4, GEMMA4_SMALL, FALCON),
         ],
         0,
         2,
+        12,
     ),
     ids=lambda model: model.family,
 )
@@ -151,6 +154,7 @@ MESHES = {
     "kimi": (KIMI, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "olmo": (OLMO_HYBRID, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "nemotron": (NEMOTRON, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "falcon": (FALCON, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "chunks": (LLAMA4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
     "gemma4": (GEMMA4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
@@ -181,7 +185,7 @@ def test_resharding_needs_no_full_rematerialization(capfd: pytest.CaptureFixture
 
 def test_caches_are_sharded_over_batch_and_heads() -> None:
     decoding, _ = decoding_of(LLAMA, mesh=MESHES["tensor-data"][1])
-    cache = decoding._init_program(DecodeShape(4, 16, 3)).caches[2]
+    cache = decoding._init_program(DecodeShape(4, 16, 3)).caches[2]["attention"]
     assert cache.keys.shape == (4, 2, 19, 6)
     assert cache.keys.sharding.shard_shape(cache.keys.shape) == (2, 1, 19, 6)
     assert cache.segments.sharding.shard_shape(cache.segments.shape) == (2, 19)
@@ -191,12 +195,30 @@ def test_sliding_window_layers_cache_only_window() -> None:
     """The middle layer is global; `test_chunked_prefill_equals_single_prefill` wraps the cache."""
     decoding, _ = decoding_of(GEMMA)
     caches = jax.eval_shape(lambda: decoding._init_program(DecodeShape(2, 16, 500))).caches
-    assert [cache.keys.shape[2] for cache in caches] == [5 - 1 + 16, 516, 5 - 1 + 16]
+    sizes = [cache["attention"].keys.shape[2] for cache in caches]
+    assert sizes == [5 - 1 + 16, 516, 5 - 1 + 16]
+
+
+def test_experts_in_layers_without_cache_drop_no_tokens() -> None:
+    own = dataclasses.replace(NEMOTRON.own, capacity_factor=0.3)
+    logits = []
+    for model in (NEMOTRON, dataclasses.replace(NEMOTRON, own=own)):
+        decoder, params = Decoder(model, AxisRules(())), params_of(NEMOTRON)
+        tokens = jnp.arange(14).reshape(2, 7)
+        batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens)}
+        batch |= {"positions": jnp.arange(7)[None].repeat(2, axis=0)}
+        caches = decoder.empty_caches(2, 7)
+        assert [*map(list, caches)] == [["mamba"], [], ["attention"], []]
+        logits.append(jax.jit(decoder.extend)(params, batch, caches)[0])
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-6)
 
 
 def test_cache_uses_compute_dtype() -> None:
     decoder = Decoder(dataclasses.replace(LLAMA, compute_dtype="bfloat16"), AxisRules(()))
-    assert jax.eval_shape(lambda: decoder.empty_caches(1, 2))[0].keys.dtype == jnp.bfloat16
+    assert (
+        jax.eval_shape(lambda: decoder.empty_caches(1, 2))[0]["attention"].keys.dtype
+        == jnp.bfloat16
+    )
 
 
 def test_decode_step_copies_neither_parameters_nor_caches() -> None:
@@ -209,7 +231,7 @@ def test_decode_step_copies_neither_parameters_nor_caches() -> None:
         step = decoding._decode_program.lower(
             params, kept, given, SampledTokens(given, given, given)
         ).compile()
-    memory, num_bytes = step.memory_analysis(), 4 * kept.caches[0].keys.size
+    memory, num_bytes = step.memory_analysis(), 4 * kept.caches[0]["attention"].keys.size
     assert memory.alias_size_in_bytes >= 3 * 2 * num_bytes
     assert memory.temp_size_in_bytes < num_bytes
 

@@ -23,6 +23,7 @@ from maxpipe.step.state import ParamLayout
 from tests.cases import keeping
 from tests.generation.small import (
     DRAWN,
+    FALCON,
     GEMMA,
     GEMMA4,
     GEMMA4_SMALL,
@@ -67,6 +68,7 @@ CASES = {
     "gemma4": (GEMMA4, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (2, 1)),
     "kimi": (KIMI, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (3, 1)),
     "olmo": (OLMO_HYBRID, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (3, 1)),
+    "falcon": (FALCON, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (2, 1)),
     "mamba": (NEMOTRON, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (3, 1)),
     "shared keys": (GEMMA4_SMALL, MeshConfig(ici_stage=2, ici_tensor=2), (3, 2)),
     "divided rows": (DEEP, MeshConfig(ici_stage=2, ici_context=4), (2, 2)),

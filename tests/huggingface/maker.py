@@ -353,6 +353,26 @@ def granite4(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tenso
     return config, _drawn(found, dtype)
 
 
+def falcon_h1(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Falcon-H1 config.json with multipliers and a gated norm, and its tensors."""
+    config = {
+        **{"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", **SIZES},
+        **{"mamba_n_heads": 6, "mamba_d_ssm": 30, "mamba_n_groups": 2, "mamba_d_state": 4},
+        **{"mamba_d_conv": 3, "ssm_multipliers": [0.4, 0.7, 1.3, 0.5, 1.6], **changes},
+        **{"mlp_multipliers": [0.6, 1.4], "key_multiplier": 0.7, "ssm_in_multiplier": 1.3},
+    }
+    mlp = {name.replace("mlp", "feed_forward"): shape for name, shape in _MLP.items()}
+    found = _ends(tied=False)
+    found["model.final_layernorm.weight"] = found.pop("model.norm.weight")
+    layers = _layers(_ATTENTION, mlp, ("input_layernorm", "pre_ff_layernorm"))
+    for layer in range(LAYERS):
+        mamba = _mamba2("mamba.")
+        if not config.get("mamba_rms_norm"):
+            del mamba["mamba.norm.weight"]
+        layers |= {f"model.layers.{layer}.{name}": shape for name, shape in mamba.items()}
+    return config, _drawn({**found, **layers}, dtype)
+
+
 def nemotron_h(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
     """Return a Nemotron-H config.json with one layer of each type, and its tensors, with a
     multi-token prediction layer.

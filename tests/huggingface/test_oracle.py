@@ -370,6 +370,33 @@ def granite4(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def falcon_h1(draw: random.Random) -> dict[str, Any]:
+    groups = draw.choice((1, 2))
+    heads, size = groups * draw.choice((1, 3)), draw.choice((5, 6))
+    multipliers = {
+        f"{name}_multiplier": draw.choice((1.0, 0.3, 1.7))
+        for name in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_out")
+    }
+    multipliers["ssm_in_multiplier"] = draw.choice((1.0, 1.3))
+    return multipliers | {
+        "rope_parameters": default_rope(draw),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rms_norm_eps": draw.choice((1e-6, 1e-4)),
+        "mamba_n_heads": heads,
+        "mamba_d_head": draw.choice((size, "auto")),
+        "mamba_d_ssm": heads * size,
+        "mamba_n_groups": groups,
+        "mamba_d_state": draw.choice((5, 8)),
+        "mamba_d_conv": draw.choice((2, 3, 4)),
+        "mamba_conv_bias": draw.random() < 0.7,
+        "mamba_chunk_size": draw.choice((4, 8)),
+        "mamba_rms_norm": draw.random() < 0.5,
+        "mamba_norm_before_gate": False,
+        "ssm_multipliers": draw.choice(([0.4, 0.7, 1.3, 0.5, 1.6], [1.0] * 5)),
+        "mlp_multipliers": draw.choice(([0.6, 1.4], [1.0, 1.0])),
+    }
+
+
 def nemotron_h(draw: random.Random) -> dict[str, Any]:
     names = ["linear_attention", "full_attention", "mlp", "moe"]
     layers = draw.sample(names, 4) + draw.choices(names, k=draw.randrange(4))
@@ -596,6 +623,7 @@ CLASSES = {
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
     "granite4": (granite4, "GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "nemotron_h": (nemotron_h, "NemotronHConfig", "NemotronHForCausalLM"),
+    "falcon_h1": (falcon_h1, "FalconH1Config", "FalconH1ForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v32": (sparse_attention, "DeepseekV32Config", "DeepseekV32ForCausalLM"),

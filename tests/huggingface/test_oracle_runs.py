@@ -40,7 +40,7 @@ LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
 TRAINED = (
     *("llama", "gemma3", "gemma4", "gemma4_moe", "gemma4_small"),
     *("mixtral", "qwen3_5", "qwen3_5_moe", "llama4", "deepseek_v32", "granite4", "nemotron_h"),
-    *("kimi_linear", "olmo_hybrid", "deepseek_v4"),
+    *("kimi_linear", "olmo_hybrid", "deepseek_v4", "falcon_h1"),
 )
 LINEAR = "linear_attention"
 UNTRAINED = (
@@ -78,6 +78,13 @@ ALL_FEATURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"],
         **{"mamba_n_heads": 4, "mamba_expand": 4, "mamba_n_groups": 2},
+    },
+    "falcon_h1": {
+        **{"mamba_n_heads": 4, "mamba_d_head": 5, "mamba_d_ssm": 20, "mamba_n_groups": 2},
+        **{"mamba_rms_norm": False, "key_multiplier": 0.7, "attention_in_multiplier": 1.2},
+        **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6},
+        **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "mlp_multipliers": [0.6, 1.4]},
+        "ssm_multipliers": [0.4, 0.7, 1.3, 0.5, 1.6],
     },
     "kimi_linear": {
         "layer_types": [*[LINEAR] * 3, "full_attention", LINEAR],

@@ -57,6 +57,7 @@ MAKERS = {
     "llama4": maker.llama4,
     "granite4": maker.granite4,
     "nemotron_h": maker.nemotron_h,
+    "falcon_h1": maker.falcon_h1,
     "kimi_linear": maker.kimi_linear,
     "deepseek_v4": maker.deepseek_v4,
     "olmo_hybrid": maker.olmo_hybrid,
@@ -126,7 +127,7 @@ def test_only_links_into_download_cache_are_followed(
         *(("llama4", "BF16"), ("gemma4", "BF16"), ("gemma4_small", "F16")),
         *(("granite4", "BF16"), ("nemotron_h", "F32"), ("kimi_linear", "BF16")),
         ("deepseek_v4", "BF16"),
-        ("olmo_hybrid", "BF16"),
+        *(("olmo_hybrid", "BF16"), ("falcon_h1", "BF16")),
     ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(
@@ -136,7 +137,8 @@ def test_other_families_and_dtypes_round_trip_bitwise(
     monkeypatch.setattr(import_, "SLAB_BYTES", 400)
     monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = MAKERS[kind](dtype)
-    norm = "backbone.norm_f.weight" if kind == "nemotron_h" else "model.norm.weight"
+    names = {"nemotron_h": "backbone.norm_f", "falcon_h1": "model.final_layernorm"}
+    norm = f"{names.get(kind, 'model.norm')}.weight"
     tensors[norm] = tensors[norm].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0

@@ -52,6 +52,7 @@ CASES = [
     ("gpt_oss", ("adapter.targets=['*.experts.*']",)),
     ("llama4", ("adapter.targets=['*.experts.*', '*.mlp.*']",)),
     ("nemotron_h", ("adapter.targets=['*.experts.*', '*.mamba.mamba.[!o]*', '*.mlp.*']",)),
+    ("falcon_h1", ("adapter.targets=['*.mamba.[!o]*', '*.attention.*', '*.mlp.*']",)),
     ("kimi_linear", ("adapter.targets=['*.experts.*', '*.kda.*', '*.attention.*', '*.mlp.*']",)),
     ("olmo_hybrid", ("adapter.targets=['*.delta.delta.*', '*.attention.*', '*.mlp.*']",)),
     ("granite4", ("adapter.targets=['*.experts.*', '*.mamba.*', '*.attention.*']",)),
@@ -76,6 +77,8 @@ def test_run_starts_from_peft_folder(
 def test_adapter_of_module_that_peft_rejects_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is in a module that PEFT does not adapt"):
         peft_folder("nemotron_h", tmp_path, "adapter.targets=['*.mamba.out']")
+    with pytest.raises(ConfigError, match="is in a module that PEFT does not adapt"):
+        peft_folder("falcon_h1", tmp_path / "next", "adapter.targets=['*.mamba.out']")
 
 
 def test_experts_with_separate_modules_are_read(tmp_path: Path) -> None:

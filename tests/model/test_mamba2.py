@@ -29,17 +29,17 @@ PART = mamba2.Mamba2(
 
 def recurrence(w: Params, x: jax.Array, part: mamba2.Mamba2) -> jax.Array:
     """Compute one document `[tokens, D]`."""
-    kernel, group = part.kernel, part.group
+    kernel, group, factors = part.kernel, part.group, part.multipliers
 
     def convolved(name: str) -> jax.Array:
-        rows = jnp.einsum("td,dhp->thp", x, w[name])
+        rows = jnp.einsum("td,dhp->thp", x, w[name]) * getattr(factors, name)
         before = jnp.concatenate([jnp.zeros((kernel - 1, *rows.shape[1:])), rows])
         taps = [before[at : at + len(rows)] * w[f"conv_{name}"][..., at] for at in range(kernel)]
         return jax.nn.silu(sum(taps, w.get(f"conv_{name}_bias", 0.0)))
 
     value, key, query = map(convolved, ("value", "key", "query"))
     key, query = (jnp.repeat(each, group, axis=1) for each in (key, query))
-    time = jax.nn.softplus(x @ w["time_step"] + w["time_step_bias"])
+    time = jax.nn.softplus(factors.time_step * (x @ w["time_step"]) + w["time_step_bias"])
     time = jnp.maximum(time, part.min_time_step)
     kept = jnp.exp(-jnp.exp(w["decay"]) * time)
 
@@ -52,7 +52,9 @@ def recurrence(w: Params, x: jax.Array, part: mamba2.Mamba2) -> jax.Array:
     state = jnp.zeros((part.num_heads, part.state_size, part.head_dim))
     _, found = jax.lax.scan(step, state, (key, query, value, time, kept))
     found = found + w["skip"][:, None] * value
-    found = found * jax.nn.silu(jnp.einsum("td,dhp->thp", x, w["gate"]))
+    found = found * jax.nn.silu(factors.gate * jnp.einsum("td,dhp->thp", x, w["gate"]))
+    if part.norm is None:
+        return jnp.einsum("thv,hvd->td", found, w["out"])
     groups = found.reshape(len(x), part.num_groups, -1)
     groups = groups / jnp.sqrt((groups**2).mean(-1, keepdims=True) + part.norm.epsilon)
     return jnp.einsum("thv,hvd->td", groups.reshape(found.shape) * w["norm"], w["out"])
@@ -63,7 +65,10 @@ LAYER = Layer(Mamba2, PART, recurrence)
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"num_groups": 1, "conv_bias": False}, {"chunk": 64}, {"min_time_step": 0.7}],
+    [
+        *({}, {"num_groups": 1, "conv_bias": False}, {"chunk": 64}, {"min_time_step": 0.7}),
+        {"norm": None, "multipliers": mamba2.Multipliers(0.4, 0.7, 1.3, 0.5, 1.6)},
+    ],
 )
 def test_chunked_form_equals_token_recurrence(changes: dict[str, Any]) -> None:
     layer = LAYER.with_part(**changes)

@@ -10,6 +10,7 @@ from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.falcon_h1 import FalconH1Config
 from maxpipe.models.granite4 import Granite4Config
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.mlp import MLP
@@ -39,6 +40,11 @@ NEMOTRON = replace(
     GRANITE4,
     family="nemotron_h",
     own=NemotronHConfig(hybrid_override_pattern="ME*-", mamba_num_heads=6, mamba_num_groups=2),
+)
+FALCON = replace(
+    GRANITE4,
+    family="falcon_h1",
+    own=FalconH1Config(mamba_num_heads=6, mamba_head_dim=7, mamba_num_groups=2, mamba_state_dim=5),
 )
 ARGUMENTS = ["train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
 
@@ -143,4 +149,38 @@ def test_nemotron_h_experts_and_mlp_have_no_gate() -> None:
 def test_invalid_nemotron_h_keys_are_rejected(setting: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(["nemotron3-nano-30b-a3b", *ARGUMENTS, f"model.nemotron_h.{setting}"])
+    assert text in str(caught.value)
+
+
+def test_falcon_h1_attention_shares_the_input_of_mamba() -> None:
+    (layer_type,) = describe(FALCON).layer_types.values()
+    assert [*layer_type.parts] == ["mamba_norm", "mamba", "attention", "mlp_norm", "mlp"]
+    assert [branch.shares_input for branch in layer_type.branches] == [False, True, False]
+    # The layer's input, the cotangent of its output, and the residual sum before the MLP.
+    assert layer_type.num_residual_arrays == 3
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_falcon_h1_norm_of_mamba_is_optional(normed: bool) -> None:
+    model = describe(replace(FALCON, own=replace(FALCON.own, mamba_rms_norm=normed)))
+    assert ("norm" in model.layer_types["layer"].parts["mamba"].params) == normed
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("ssm_multipliers=[1.0,2.0]", "must contain 5 positive numbers"),
+        ("ssm_multipliers=[1.0,2.0]", "Set model.falcon_h1.ssm_multipliers=[1.0,1.0,1.0,1.0,1.0]."),
+        ("mlp_multipliers=[1.0,0.0]", "must contain 2 positive numbers"),
+        ("mlp_multipliers=[1.0]", "must contain 2 positive numbers"),
+        ("mamba_d_state=64", "Write model.falcon_h1.mamba_state_dim=64."),
+        ("mamba_n_heads=12", "Write model.falcon_h1.mamba_num_heads=12."),
+        ("key_multiplier=0", "must be greater than 0"),
+        ("mamba_num_groups=5", "must divide model.falcon_h1.mamba_num_heads (24)."),
+        ("mamba_chunk_size=48", "Set model.falcon_h1.mamba_chunk_size=32."),
+    ],
+)
+def test_invalid_falcon_h1_keys_are_rejected(setting: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["falcon-h1-0.5b", *ARGUMENTS, f"model.falcon_h1.{setting}"])
     assert text in str(caught.value)

@@ -128,6 +128,7 @@ def _folders(root: Path) -> list[Seed]:
         "nemotron-h": (maker.nemotron_h(), 2),
         "kimi-linear": (maker.kimi_linear(), 2),
         "olmo-hybrid": (maker.olmo_hybrid(), 2),
+        "falcon-h1": (maker.falcon_h1(), 1),
         "gpt-oss": (maker.gpt_oss(), 2),
     }
     found = []

@@ -33,6 +33,9 @@ LAYERS = {
     "Mamba-2": test_mamba2.LAYER.with_part(
         chunk=8, num_heads=8, head_dim=4, state_size=8, norm=RMSNorm(32, 1e-4)
     ),
+    "Mamba-2, no norm": test_mamba2.LAYER.with_part(
+        chunk=8, num_heads=8, head_dim=4, state_size=8, norm=None
+    ),
     "Mamba-2, wide heads": test_mamba2.LAYER.with_part(
         chunk=8, num_heads=2, head_dim=8, num_groups=1, state_size=8, norm=RMSNorm(16, 1e-4)
     ),

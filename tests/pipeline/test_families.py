@@ -11,6 +11,7 @@ import pytest
 from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.deepseek_v4 import DeepseekV4Config
 from maxpipe.models.deepseek_v32 import DeepseekV32Config
+from maxpipe.models.falcon_h1 import FalconH1Config
 from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.gemma4 import Gemma4Config
@@ -192,6 +193,19 @@ NEMOTRON = NemotronHConfig(
     mamba_min_time_step=0.01,
     **MAMBA2,
 )
+FALCON = FalconH1Config(
+    embedding_multiplier=3.0,
+    lm_head_multiplier=0.4,
+    key_multiplier=0.7,
+    attention_in_multiplier=1.2,
+    attention_out_multiplier=0.8,
+    ssm_in_multiplier=1.3,
+    ssm_out_multiplier=0.6,
+    ssm_multipliers=[0.4, 0.7, 1.3, 0.5, 1.6],
+    mlp_multipliers=[0.6, 1.4],
+    **MAMBA2,
+)
+FALCON_NORMED = replace(FALCON, mamba_rms_norm=True)
 KIMI = KimiLinearConfig(
     attention_layers=[2, 5, 8],
     linear_num_heads=4,
@@ -503,6 +517,22 @@ CASES = [
         length=20,
     ),
     Case(2, 2, 3, own=NEMOTRON, layers=5, schedule="zb_v", remat="none", context=2, fsdp=2),
+    # Two branches read one normalized array.
+    Case(4, 1, 7, own=FALCON, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(4, 1, 5, own=FALCON_NORMED, layers=7, schedule="1f1b", remat="none", tensor=2),
+    Case(2, 1, 3, own=FALCON, tied=True, layers=4, schedule="1f1b", context=2, tensor=2, length=20),
+    Case(2, 2, 3, own=FALCON, layers=5, schedule="zb_v", remat="none", context=2, fsdp=2),
+    Case(
+        *(2, 1, 3),
+        own=FALCON_NORMED,
+        layers=5,
+        schedule="zb_h1",
+        context=2,
+        tensor=2,
+        split="sequence",
+        dropout=0.3,
+        length=20,
+    ),
 ]
 
 
@@ -587,7 +617,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GROUPED},
     {"own": ROOM},
     {"own": NEXT, "epsilon": 0.01},
-    *({"own": own} for own in (GRANITE4, GRANITE4_MOE, NEMOTRON)),
+    *({"own": own} for own in (GRANITE4, GRANITE4_MOE, NEMOTRON, FALCON, FALCON_NORMED)),
     *({"own": own, "epsilon": 0.1} for own in (QWEN3_5, QWEN3_5_MOE)),
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     *({"own": own} for own in (QWEN3_MOE, GPT_OSS, GLM, MINIMAX)),

@@ -113,6 +113,17 @@ MAMBA2: dict[str, Any] = {
     },
 }
 MAMBA2_DENSE = MAMBA2 | {"granite4": MAMBA2["granite4"] | {"num_experts": 0}}
+FALCON: dict[str, Any] = {
+    "num_layers": 7,
+    "family": "falcon_h1",
+    "falcon_h1": {
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 11,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 7,
+        "mamba_chunk_size": 16,
+    },
+}
 OLMO_HYBRID: dict[str, Any] = {
     "num_layers": 7,
     "family": "olmo_hybrid",
@@ -232,6 +243,14 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         MAMBA2_DENSE,
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 4, "remat": "none"},
+    ),
+    *(
+        (FALCON, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, **pipeline})
+        for pipeline in (
+            {"schedule": "zb_h1", "remat": "names"},
+            {"remat": "none"},
+            {"schedule": "zb_h1"},
+        )
     ),
     (
         UNGATED,
@@ -604,6 +623,24 @@ def test_layers_with_one_branch_save_declared_activations(attention: str, remat:
 def test_mamba_layers_save_declared_activations(remat: str) -> None:
     own = {**MAMBA2["granite4"], "num_experts": 0}
     check_saved_bytes(MAMBA2 | {"granite4": own}, remat, 16)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize("attention", ["xla", "blockwise"])
+@pytest.mark.parametrize(
+    ("own", "dropout"),
+    [
+        ({}, 0.0),
+        ({}, 0.1),
+        ({"mamba_rms_norm": True, "ssm_out_multiplier": 0.6, "attention_out_multiplier": 0.7}, 0.0),
+    ],
+)
+def test_branches_with_one_input_save_declared_activations(
+    own: dict[str, Any], dropout: float, attention: str, remat: str
+) -> None:
+    own = FALCON["falcon_h1"] | own
+    changes = {"attention": attention, "dropout": dropout, "falcon_h1": own}
+    check_saved_bytes(FALCON | changes, remat, 16)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])

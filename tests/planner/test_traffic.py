@@ -59,6 +59,16 @@ MAMBA2: dict[str, Any] = {
         "mamba_chunk_size": 4,
     },
 }
+FALCON: dict[str, Any] = {
+    "family": "falcon_h1",
+    "falcon_h1": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 32,
+        "mamba_chunk_size": 4,
+    },
+}
 MXFP8 = {"matmul": "mxfp8", "head_dim": 32, "d_model": 128}
 INT8 = {"matmul": "int8"}
 
@@ -124,6 +134,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     # Stacks of one layer, which are still gathered in each slot; the last layer is not quantized.
     (MXFP8 | {"num_layers": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"schedule": "zb_h1"}),
     (MXFP8 | {"num_layers": 2, "matmul": "nvfp4"}, {"ici_fsdp": 2}, {}),
+    (FALCON, {"ici_context": 2}, {}),
 ]
 
 _NUMBERS = 1100

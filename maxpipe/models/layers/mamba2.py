@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.layers.recurrent import (
@@ -25,15 +26,28 @@ from maxpipe.models.spec import (
 )
 
 
+class Multipliers(NamedTuple):
+    """Constants that multiply the projections of the input of a Mamba-2 sublayer."""
+
+    gate: float = 1.0
+    value: float = 1.0
+    key: float = 1.0
+    query: float = 1.0
+    time_step: float = 1.0
+
+
+_NO_MULTIPLIERS = Multipliers()
+
+
 @dataclass(frozen=True)
 class Mamba2(Recurrent):
-    """State-space layer of Mamba-2 (arXiv:2405.21060), as in Granite 4 and Nemotron-H.
+    """State-space layer of Mamba-2 (arXiv:2405.21060), as in Granite 4, Nemotron-H and Falcon-H1.
 
     Each head has a state `S [dk, dv]`, where dk is `state_size` and dv is `head_dim`. With keys k
     and queries q, which the heads of a group share, values v and a time step t > 0 for each head:
     `S = exp(-t r) S + t k v'` and `o = S' q + d v`, where r and d are parameters of the head. Keys,
     queries and values pass through a short convolution over tokens. The output is multiplied by a
-    gate and normalized over the heads of a group.
+    gate and, with a norm, normalized over the heads of a group.
     """
 
     d_model: int
@@ -47,14 +61,16 @@ class Mamba2(Recurrent):
     """Width of the convolution in tokens, including the current token."""
     conv_bias: bool
     """Whether the convolution has a bias for each channel."""
-    norm: RMSNorm
-    """Norm of the gated output. Its statistics cover the heads of one group."""
+    norm: RMSNorm | None
+    """Norm of the gated output, or None. Its statistics cover the heads of one group."""
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     chunk: int = 256
     """Number of tokens per chunk, a power of two."""
     min_time_step: float = 0.0
     """Minimum of the time steps."""
+    multipliers: Multipliers = _NO_MULTIPLIERS
+    """Constants that multiply the projections of the input."""
     shard: SequenceShard | None = None
     """Tokens on one device if sequences are sharded."""
 
@@ -74,7 +90,7 @@ class Mamba2(Recurrent):
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Return the projections, convolutions, the parameters of each head, and the norm."""
+        """Return the projections, convolutions, the parameters of each head, and any norm."""
         embed, taps = (self.d_model, "embed"), (self.kernel, "")
         into, heads = Normal(self.d_model), self._heads
         matrices = {"gate": self._value, "value": self._value}
@@ -86,6 +102,8 @@ class Mamba2(Recurrent):
             if self.conv_bias
         }
         count = self.num_heads
+        scale = Param(self._value, Constant(1.0), decays=False)
+        norm = {} if self.norm is None else {"norm": scale}
         return {
             **{name: Param((embed, *dims), into, linear=1) for name, dims in matrices.items()},
             **{
@@ -96,7 +114,7 @@ class Mamba2(Recurrent):
             "decay": Param(heads, Entries(decay_rates(count)), decays=False),
             "time_step_bias": Param(heads, Entries(time_steps(count)), decays=False),
             "skip": Param(heads, Constant(1.0), decays=False),
-            "norm": Param(self._value, Constant(1.0), decays=False),
+            **norm,
             "out": Param(
                 (*self._value, embed),
                 Normal(self.num_heads * self.head_dim, self.out_gain),

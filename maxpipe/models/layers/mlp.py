@@ -39,6 +39,12 @@ class ScaledInput(NamedTuple):
     function: Literal["silu", "gelu"]
 
 
+class ScaledGate(NamedTuple):
+    """Gate that is multiplied by a constant, `silu(scale * g) * u`, as in Falcon-H1."""
+
+    scale: float
+
+
 class Ungated(NamedTuple):
     """Activation of an MLP without a gate, `f(u)`, as in Nemotron-H."""
 
@@ -46,7 +52,7 @@ class Ungated(NamedTuple):
     """Name of f: the squared ReLU (arXiv:2109.08668)."""
 
 
-Activation = Literal["silu", "gelu"] | ClampedSilu | ScaledInput | Ungated
+Activation = Literal["silu", "gelu"] | ClampedSilu | ScaledInput | ScaledGate | Ungated
 """Activation that combines the gate and up projections: `f(gate) * up` for a named f, or a class
 that defines the complete formula."""
 
