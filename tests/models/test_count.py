@@ -162,7 +162,6 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("nemotron3-nano-30b-a3b", 31_577_940_288),
         # As counted by transformers.
         ("falcon-h1-0.5b", 521_411_104),
-        ("falcon-h1-1.5b", 1_554_863_488),
         ("falcon-h1-1.5b-deep", 1_554_874_768),
         ("falcon-h1-7b", 7_585_654_880),
         ("falcon-h1-34b", 33_642_516_224),
