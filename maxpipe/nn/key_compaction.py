@@ -24,8 +24,11 @@ from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, dot
 _LANES = 128
 _VMEM_SHARE = 0.9
 """Largest part of the usable memory that the arrays of the kernel occupy."""
-_MOVE, _COUNT, _BLOCK = 0.02, 0.02, 1000
-"""Instructions for each key and bit, for each key outside of these loops, and for each block."""
+_LANE_MOVE, _GROUP_MOVE, _KEY = 172 / 2**14, 58 / 2**14, 233 / 2**14
+"""Instructions for each key: for a move by less than a group of 128 keys, for a move by groups, and
+outside of these loops."""
+_BLOCK = 700
+"""Instructions for each block."""
 
 
 def compact(
@@ -114,8 +117,9 @@ def _call(members: Array, block: Array, padding: int, interpret: bool) -> tuple[
 
 def kernel_cycles(num_keys: int) -> float:
     """Return the number of instructions in the schedule of the kernel for v5p, for one block."""
-    bits = (num_keys - 1).bit_length()
-    return num_keys * (_MOVE * bits + _COUNT) + _BLOCK
+    bits, lane_bits = (num_keys - 1).bit_length(), (_LANES - 1).bit_length()
+    moves = lane_bits * _LANE_MOVE + (bits - lane_bits) * _GROUP_MOVE
+    return num_keys * (moves + _KEY) + _BLOCK
 
 
 def _largest_shift(groups: int) -> int:

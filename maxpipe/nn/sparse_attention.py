@@ -131,8 +131,22 @@ def sparse_attend(
     counts = None if loss_mask is None else loss_mask.astype(jnp.float32)
     if counts is None:
         index = IndexArrays(*map(lax.stop_gradient, index))
+    query, index_query, weights = (
+        _without_nan(x, seen.segments) for x in (query, index.query, index.weights)
+    )
+    key, index_key = (_without_nan(x, seen.key_segments) for x in (key, index.key))
+    index = IndexArrays(index_query, index_key, weights)
     arrays = mark_varying((query, key, index, seen, counts))
     return _attention(*arrays, options, rows)
+
+
+def _without_nan(x: Float[Array, "B T *dims"], segments: Int[Array, "B T"]) -> Array:
+    """Replace numbers of padding tokens that are not finite by 0.
+
+    Padding tokens share blocks with other tokens, and matmuls multiply their numbers by 0.
+    """
+    is_token = (segments != 0).reshape(*segments.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(is_token | jnp.isfinite(x), x, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -197,7 +211,7 @@ def _forward(
     if counts is not None:
         pairs = zip(gradients, index, strict=True)
         of_index = IndexArrays(*(gradient.astype(array.dtype) for gradient, array in pairs))
-    return (mixed, loss), (query, key, mixed, log_sum, members, of_index)
+    return (mixed, loss), (query, key, mixed, log_sum, members, seen.segments, of_index)
 
 
 def _backward(
@@ -206,8 +220,9 @@ def _backward(
     saved: tuple[Any, ...],
     cotangents: tuple[Float[Array, "B T N r"], Float[Array, ""]],
 ) -> tuple[Any, ...]:
-    *arrays, of_index = saved
+    *arrays, segments, of_index = saved
     d_mixed, d_loss = cotangents
+    d_mixed = _without_nan(d_mixed, segments)
     specs = _specs(options, rows)
     run = map_shards(
         partial(_local_backward, options=options),
