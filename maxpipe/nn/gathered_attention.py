@@ -30,8 +30,8 @@ _LANES = 128
 _VMEM_SHARE = 0.9
 """Largest part of the usable memory that the arrays of a kernel occupy."""
 _ADD_RATE, _SHARES_RATE, _GRADIENTS_RATE = 1.32, 1.08, 1.02
-"""Instructions in the schedules of the kernels for v5p, as multiples of the cycles of the matrix
-units."""
+"""Instructions of the kernels for v5p, as multiples of the cycles of the matrix units.
+`benchmarks/kernel_schedules.py --sparse` prints the schedules."""
 _MASK_VALUE = -1e30
 
 

@@ -28,7 +28,7 @@ _LANE_MOVE, _GROUP_MOVE, _KEY = 172 / 2**14, 58 / 2**14, 233 / 2**14
 """Instructions for each key: for a move by less than a group of 128 keys, for a move by groups, and
 outside of these loops."""
 _BLOCK = 700
-"""Instructions for each block."""
+"""Instructions for each block. `benchmarks/kernel_schedules.py --sparse` prints the schedule."""
 
 
 def compact(
@@ -82,7 +82,9 @@ def _tile_size(groups: int) -> int:
     return next((size for size in (128, 64, 32, 16, 8) if groups % size == 0), groups)
 
 
-def _call(members: Array, block: Array, padding: int, interpret: bool) -> tuple[Array, ...]:
+def _call(
+    members: Array, block: Array, padding: int, interpret: bool
+) -> tuple[Array, Array, Array]:
     num_keys = members.shape[2]
     words = lax.bitcast_convert_type(members, jnp.int32)
     if padding:

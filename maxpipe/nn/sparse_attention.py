@@ -537,7 +537,7 @@ class _Selection(NamedTuple):
     """Indices of these keys, or S in places without a key."""
     words: UInt32[Array, "B P"]
     """Query tokens that select each key, with one bit for each token."""
-    count: Int[Array, " B"]
+    size: Int[Array, " B"]
     """Number of these keys."""
     num_keys: int
 
@@ -553,7 +553,7 @@ class _Selection(NamedTuple):
     @property
     def chunks(self) -> Int[Array, ""]:
         """Return the number of chunks with selected keys."""
-        return -(-self.count.max() // _chunk_size(self.num_keys))
+        return -(-self.size.max() // _chunk_size(self.num_keys))
 
     def chunk(self, number: Array) -> _Chunk:
         """Return a chunk."""
