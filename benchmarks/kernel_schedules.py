@@ -2,6 +2,7 @@
 
     python benchmarks/kernel_schedules.py            # prints the tables
     python benchmarks/kernel_schedules.py --write    # and writes kernel_schedules.md
+    python benchmarks/kernel_schedules.py --sparse   # prints the schedules of sparse attention
 
 XLA's cycle estimates do not include custom kernels. The compiler for TPUs can write the instruction
 schedule of each kernel, from which the number of instructions in each code block is known. The
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)*: (>*)")
 _REGION = re.compile(r"Start(?:/End)?(?: empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel.*target = \$region(\d+)")
 _WINDOW = re.compile(r"window shape is \w+\[([\d,]+)\], while the full shape is \w+\[([\d,]+)\]")
+_LOOP_END = 5
+"""Number of instruction bundles from the branch at the end of a loop to the end of the loop."""
 GROUPED = "grouped_(?:matmul|outer)"
 """Pattern of the names of grouped matmuls."""
 _MIN_BLOCK = 30
@@ -67,6 +71,8 @@ class KernelSchedule:
     """Shapes of the block and of the array for each operand in high-bandwidth memory."""
     step: Block
     """Instructions of one grid step, including its overhead."""
+    loops: list[int]
+    """Number of instruction bundles of each innermost loop, in the order of the program."""
 
     @property
     def active(self) -> Block:
@@ -91,11 +97,16 @@ class KernelSchedule:
         start_of: dict[str, int] = {}
         loop: list[int] = []
         branches: list[tuple[int, str]] = []
-        address = 0
+        address, loop_start, loops = 0, None, []
         for line in text.splitlines():
             bundle = _BUNDLE.match(line)
             if bundle:
                 address = int(bundle[1], 16)
+                if " LB: " in line[:20]:
+                    loop_start = address
+                if loop_start is not None and "sbr.rel" in line:
+                    loops.append(address + _LOOP_END - loop_start)
+                    loop_start = None
                 if bundle[2]:
                     loop.append(address)
                     branches += [(address, region) for region in _BRANCH.findall(line)]
@@ -109,7 +120,7 @@ class KernelSchedule:
                     around = around.inner[-1]
                 around.inner.append(Block(first, last, []))
         sizes = [tuple(map(_numbers, found)) for found in _WINDOW.findall(text)]
-        return cls(name, [(block, full) for block, full in sizes], step)
+        return cls(name, [(block, full) for block, full in sizes], step, loops)
 
 
 def count_calls(text: str) -> dict[str, int]:
@@ -319,6 +330,91 @@ def in_process(*task: Any) -> dict[str, float]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
+SPARSE = r"(?:sparse_selection|compact_keys|gathered_\w+|add_rows)"
+
+
+def sparse_table(chip: str) -> str:
+    """Return the schedules of the kernels of sparse attention, with the sizes of DeepSeek-V3.2.
+
+    A device has 16 heads and 8 index heads. Kernels declare their cycles with these numbers, which
+    are instructions of a grid step, of the blocks inside that branches skip, and of the loops.
+    """
+    folder = tempfile.TemporaryDirectory()
+    write_schedules(Path(folder.name))
+    from maxpipe.planner import topology
+
+    target = topology.parse_topology(CHIPS[chip])
+    topology.prepare(target)
+
+    import jax
+
+    from maxpipe.distributed.runtime import compiler_options
+
+    devices = topology.topology_devices(target)
+    mesh = jax.sharding.Mesh(devices[:1], ("data",))
+    whole = jax.NamedSharding(mesh, jax.P())
+
+    def array(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    options = compiler_options("tpu", devices[0].device_kind)
+    with jax.set_mesh(mesh):
+        for run, shapes in _sparse_programs():
+            arrays = jax.tree.map(lambda x: array(x.shape, x.dtype), shapes)
+            jax.jit(run).lower(*arrays).compile(options)
+    head = ["kernel", "shapes", "grid step", "blocks", "innermost loops"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for kernel in KernelSchedule.read_all(Path(folder.name), SPARSE):
+        shapes = {"x".join(map(str, block)) for block, _ in kernel.windows}
+        blocks = [block.length for block in _all_blocks(kernel.step)]
+        lists = (", ".join(map(str, lengths)) for lengths in (blocks, kernel.loops))
+        cells = [kernel.name.partition(".")[0], ", ".join(sorted(shapes))]
+        cells += [str(kernel.step.length), *lists]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _all_blocks(block: Block) -> Iterator[Block]:
+    for inner in block.inner:
+        yield inner
+        yield from _all_blocks(inner)
+
+
+def _sparse_programs() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Yield calls of the kernels and the shapes of their arguments."""
+    import jax
+
+    from maxpipe.nn import gathered_attention, key_compaction, row_kernel, selection_kernel
+    from maxpipe.parallel.tpu_kernels import tpu_cores
+
+    shape: Any = jax.ShapeDtypeStruct
+    tokens, size, heads, index_heads, width, latent = 8192, 2048, 16, 8, 576, 512
+    blocks, options = tokens // 32, gathered_attention.BlockOptions(0.1, latent)
+    inputs = selection_kernel.SelectionInputs(
+        shape((blocks, 1, 32, index_heads, 128), "bfloat16"),
+        shape((blocks, 1, 32, index_heads), "bfloat16"),
+        shape((blocks, 1, 32), "int32"),
+        shape((blocks, 32), "int32"),
+        shape((1, tokens, 128), "bfloat16"),
+        shape((1, tokens), "int32"),
+    )
+    yield lambda inputs: selection_kernel.select(inputs, 2048, 0.1, 32), (inputs,)
+    members = shape((blocks, 1, 2**17), "uint32")
+    yield partial(key_compaction.compact, size=size), (members, shape((), "int32"))
+    rows = shape((tokens + 1, 1, width), "float32")
+    yield row_kernel.add_rows, (rows, shape((size,), "int32"), shape((size, width), "float32"))
+    query, output = (shape((1, heads, 32, dims), "bfloat16") for dims in (width, latent))
+    keys, words = shape((1, size, width), "bfloat16"), shape((1, size), "uint32")
+    sums, column = (shape((1, heads, 32, *dims), "float32") for dims in ((), (1,)))
+    state = gathered_attention.Softmax(column, column, shape(output.shape, "float32"))
+    block = (query, keys, words)
+    yield partial(gathered_attention.add_keys, options=options), (state, *block)
+    yield partial(gathered_attention.sum_shares, options=options), (*block, sums)
+    d_query = shape((tpu_cores().number, *query.shape), "float32")
+    gradient = gathered_attention.OutputGradient(output, sums, sums)
+    yield partial(gathered_attention.gradients, options=options), (d_query, *block, gradient)
+
+
 PREAMBLE = """\
 # Rates of attention kernels on TPUs
 
@@ -344,10 +440,15 @@ on [experts.md](experts.md).
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--sparse", action="store_true", help="print kernels of sparse attention")
+    parser.add_argument("--chip", default="v5p", choices=CHIPS, help="chip of --sparse")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(attention_rates(*json.loads(options.one))))
+        return
+    if options.sparse:
+        print(sparse_table(options.chip))
         return
     page = table()
     print(page)

@@ -230,7 +230,8 @@ The layers are those of DeepSeek-V3.2 with an eighth of the 128 heads and of the
 on a chip of a tensor axis of 8. Query tokens select 2048 keys. The cycles depend on the number of
 different keys that a block of 32 query tokens selects; the table assumes 4096. Exchanges over the
 tensor axis are not included. Dense attention uses kernels. Sparse attention uses kernels for the
-selection and to add gradients of gathered keys, and XLA for attention to these keys.
+selection, for attention to the selected keys and to add their gradients. XLA gathers the keys and
+computes the gradients of the index scores.
 
 """
 

@@ -207,7 +207,7 @@ class LatentAttention(SpecModule):
         if context.recorder is not None:
             self._record(query, small, turned, up_key, mask, context)
         query = constrain(self._absorb(query, up_key), _HEADS, self.rules)
-        key = jnp.concatenate([turned[:, :, 0], small], axis=-1)
+        key = jnp.concatenate([small, turned[:, :, 0]], axis=-1)
         mask, (key, index_key) = gather_keys(mask, (key, index.key), context.inputs)
         targets = context.inputs.get("loss_mask") if part.losses else None
         mixed, loss = sparse_attend(
@@ -234,9 +234,9 @@ class LatentAttention(SpecModule):
     def _absorb(
         self, query: Float[Array, "B T N H"], up_key: Float[Array, "r N h"]
     ) -> Float[Array, "B T N l"]:
-        """Return queries for keys that consist of the RoPE dims and the latent."""
-        unrotated, front = jnp.split(query, (self.part.rest_size,), axis=-1)
-        return jnp.concatenate([front, jnp.einsum("btnh,rnh->btnr", unrotated, up_key)], axis=-1)
+        """Return queries for keys that consist of the latent and the RoPE dims."""
+        unrotated, turned = jnp.split(query, (self.part.rest_size,), axis=-1)
+        return jnp.concatenate([jnp.einsum("btnh,rnh->btnr", unrotated, up_key), turned], axis=-1)
 
     def _absorbed(
         self,
@@ -254,7 +254,7 @@ class LatentAttention(SpecModule):
         """
         up_key, up_value = map(merge_lora, self._up(query.dtype))
         query = self._absorb(query, up_key)
-        key = jnp.concatenate([turned, small[:, :, None]], axis=-1)
+        key = jnp.concatenate([small[:, :, None], turned], axis=-1)
         index_key = key[..., :0] if index is None else index.key[:, :, None]
         cache = cache.append(key, index_key, mask.segments, positions)
         mask = replace(
@@ -265,7 +265,7 @@ class LatentAttention(SpecModule):
         )
         if index is not None:
             mask = self._selected(index._replace(key=cache.values[:, 0]), mask)
-        values = cache.key[..., self.part.rope_size :]
+        values = cache.key[..., : small.shape[-1]]
         mixed = BACKENDS[self.part.backend](query, cache.key, values, mask)
         return jnp.einsum("btnr,rnh->btnh", mixed, up_value), cache
 

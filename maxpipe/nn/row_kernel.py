@@ -24,7 +24,8 @@ _MAX_GROUP = 512
 _AT_ONCE = 8
 """Number of transfers that one iteration of a loop starts."""
 _ROW = 15
-"""Instructions for each row: to start both transfers, to wait for them, and to add."""
+"""Instructions for each row: to start both transfers, to wait for them, and to add.
+`benchmarks/kernel_schedules.py --sparse` prints the schedule."""
 
 
 def new_rows(count: int, width: int) -> Float[Array, "r 1 w"]:

@@ -33,7 +33,8 @@ _SCORES_RATE = 1.16
 _PASS, _WRITE = 32 / 2**15, 240 / 2**15
 """Instructions for each score in a pass that counts scores, and in the pass that writes bits."""
 _STEP, _BLOCK = 130, 2000
-"""Instructions of a grid step, and of a block of query tokens, outside of these loops."""
+"""Instructions of a grid step, and of a block of query tokens, outside of these loops.
+`benchmarks/kernel_schedules.py --sparse` prints the schedules."""
 _LOWEST = -(1 << 31)
 _NEGATIVE_INFINITY = -0x7F800001
 """Sort key of a score of minus infinity."""

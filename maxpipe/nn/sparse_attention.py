@@ -24,9 +24,10 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt32
 
 from maxpipe.models.count import SELECTION_BLOCK
 from maxpipe.models.layers.attention import LOG_SUM
-from maxpipe.nn import row_kernel, selection_kernel
+from maxpipe.nn import gathered_attention, row_kernel, selection_kernel
 from maxpipe.nn.attention import interface
 from maxpipe.nn.attention.interface import Mask
+from maxpipe.nn.gathered_attention import BlockOptions, OutputGradient, Softmax, chosen_keys
 from maxpipe.nn.indexer import (
     IndexArrays,
     index_products,
@@ -35,14 +36,16 @@ from maxpipe.nn.indexer import (
     score_scale,
     weighted_sum,
 )
-from maxpipe.nn.selection_kernel import SelectionInputs
+from maxpipe.nn.key_compaction import compact
+from maxpipe.nn.selection_kernel import MIN_SCORE, SelectionInputs
 from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 _CHUNK = 2048
 """Number of gathered keys that are processed at once."""
-_GROUP = 128
-"""Number of keys in a group, in which selected keys are counted."""
+_LANES = 128
+_TOKEN_TILE = 16
+"""Divisor of the number of query tokens in large blocks."""
 _DIGIT = 4
 """Number of bits that a pass over the scores adds to the threshold of a query token."""
 _INDEX_CHUNK = 2048
@@ -50,7 +53,6 @@ _INDEX_CHUNK = 2048
 UNION = 2.0
 """Assumed number of keys that a block selects, as a multiple of the keys that a token selects.
 Cycle estimates use this number."""
-_MASK_VALUE = -1e30
 _PADDING_SEGMENT = -3
 """Segment ID of the tokens that pad a block. No key has this segment ID."""
 
@@ -64,7 +66,7 @@ class SparseOptions(NamedTuple):
     """Factor of the index scores."""
     top_k: int
     rope_size: int
-    """Number of RoPE dims, which come first in a key. The other dims are also the value."""
+    """Number of RoPE dims, which come last in a key. The other dims are also the value."""
     run: int
     """Length of each contiguous run of query tokens."""
     head_axis: str | None = None
@@ -73,6 +75,10 @@ class SparseOptions(NamedTuple):
     """Mesh axis that shards the index heads."""
     interpret: bool = False
     """Whether kernels run as JAX operations on any device."""
+
+    def of_block(self, key: Float[Array, "B S h"]) -> BlockOptions:
+        """Return the options of attention to gathered keys."""
+        return BlockOptions(self.scale, key.shape[-1] - self.rope_size, self.interpret)
 
 
 class _Tokens(NamedTuple):
@@ -96,8 +102,8 @@ def sparse_attend(
 ) -> tuple[Float[Array, "B T N r"], Float[Array, ""]]:
     """Compute attention to the `top_k` keys with the largest index scores, and the indexer's loss.
 
-    Keys that come first in the sequence win ties. `key` consists of the RoPE dims and the latent,
-    which is also the value. `index` contains the local query tokens and all keys. The loss is the
+    Keys that come first in the sequence win ties. `key` consists of the latent, which is also the
+    value, and the RoPE dims. `index` contains the local query tokens and all keys. The loss is the
     divergence of the indexer's distribution over the selected keys from the mean attention
     distribution of all heads, summed over the query tokens with weights `loss_mask`. If `loss_mask`
     is None, the loss is 0. The gradient of `index` is that of the loss only. `interpret` runs
@@ -125,8 +131,22 @@ def sparse_attend(
     counts = None if loss_mask is None else loss_mask.astype(jnp.float32)
     if counts is None:
         index = IndexArrays(*map(lax.stop_gradient, index))
+    query, index_query, weights = (
+        _without_nan(x, seen.segments) for x in (query, index.query, index.weights)
+    )
+    key, index_key = (_without_nan(x, seen.key_segments) for x in (key, index.key))
+    index = IndexArrays(index_query, index_key, weights)
     arrays = mark_varying((query, key, index, seen, counts))
     return _attention(*arrays, options, rows)
+
+
+def _without_nan(x: Float[Array, "B T *dims"], segments: Int[Array, "B T"]) -> Array:
+    """Replace numbers of padding tokens that are not finite by 0.
+
+    Padding tokens share blocks with other tokens, and matmuls multiply their numbers by 0.
+    """
+    is_token = (segments != 0).reshape(*segments.shape, *(1,) * (x.ndim - 2))
+    return jnp.where(is_token | jnp.isfinite(x), x, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -191,7 +211,7 @@ def _forward(
     if counts is not None:
         pairs = zip(gradients, index, strict=True)
         of_index = IndexArrays(*(gradient.astype(array.dtype) for gradient, array in pairs))
-    return (mixed, loss), (query, key, mixed, log_sum, members, of_index)
+    return (mixed, loss), (query, key, mixed, log_sum, members, seen.segments, of_index)
 
 
 def _backward(
@@ -200,8 +220,9 @@ def _backward(
     saved: tuple[Any, ...],
     cotangents: tuple[Float[Array, "B T N r"], Float[Array, ""]],
 ) -> tuple[Any, ...]:
-    *arrays, of_index = saved
+    *arrays, segments, of_index = saved
     d_mixed, d_loss = cotangents
+    d_mixed = _without_nan(d_mixed, segments)
     specs = _specs(options, rows)
     run = map_shards(
         partial(_local_backward, options=options),
@@ -231,6 +252,8 @@ class _Blocks:
         self.tokens, self.run, self.runs = tokens, run, tokens // run
         self.per_run = -(-run // SELECTION_BLOCK)
         self.size = -(-run // self.per_run)
+        if self.size > _TOKEN_TILE // 2:
+            self.size = -(-self.size // _TOKEN_TILE) * _TOKEN_TILE
 
     def split(self, x: Shaped[Array, "B T *dims"], fill: float = 0) -> Shaped[Array, "i B t *dims"]:
         """Split the tokens into blocks. The padding has the value `fill`."""
@@ -244,6 +267,14 @@ class _Blocks:
         """Split the indices of the tokens. The padding repeats the last token of its run."""
         width = ((0, 0), (0, self.per_run * self.size - self.run))
         return jnp.pad(places.reshape(self.runs, self.run), width, "edge").reshape(-1, self.size)
+
+    def split_heads(self, x: Float[Array, "B T N *dims"]) -> Float[Array, "i B N t *dims"]:
+        """Split the tokens into blocks, in which the tokens of each head are contiguous."""
+        return self.split(x).swapaxes(2, 3)
+
+    def merge_heads(self, x: Float[Array, "i B N t *dims"]) -> Float[Array, "B T N *dims"]:
+        """Merge the blocks of `split_heads`."""
+        return self.merge(x.swapaxes(2, 3))
 
     def merge(self, x: Float[Array, "i B t *dims"]) -> Float[Array, "B T *dims"]:
         """Merge blocks into sequences, without the padding."""
@@ -267,8 +298,8 @@ def _local_forward(
     blocks = _Blocks(query.shape[1], options.run)
 
     def of_block(d_key: Array, operands: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
-        query, index_query, weights, members, log_index_sum, counts = operands
-        selection = _Selection.of(members)
+        number, query, index_query, weights, log_index_sum, counts = operands
+        selection = _Selection.of(members, number, options)
         mixed, log_sum = _attend(query, key, selection, options)
         if counts is None:
             return d_key, (mixed, log_sum, None, None, None)
@@ -288,16 +319,16 @@ def _local_forward(
     )
     members, log_index_sum = _select(inputs, options)
     operands = (
-        blocks.split(query),
+        jnp.arange(len(members), dtype=jnp.int32),
+        blocks.split_heads(query),
         inputs.query,
         inputs.weights,
-        members,
         log_index_sum,
         None if counts is None else blocks.split(counts),
     )
     d_key = mark_varying(_new_rows(index.key))
     d_key, (mixed, log_sum, loss, *d_tokens) = lax.scan(of_block, d_key, operands)
-    mixed, log_sum = blocks.merge(mixed), blocks.merge(log_sum)
+    mixed, log_sum = blocks.merge_heads(mixed), blocks.merge_heads(log_sum)
     if counts is None:
         return mixed, log_sum, members, jnp.zeros(()), index
     d_query, d_weights = map(blocks.merge, d_tokens)
@@ -321,29 +352,28 @@ def _local_backward(
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1)
 
     def of_block(d_key: Array, operands: tuple[Any, ...]) -> tuple[Array, Array]:
-        query, d_mixed, log_sum, slope, members = operands
+        number, query, *of_output = operands
+        output = OutputGradient(*of_output)
 
         def add(chunk: _Chunk, state: tuple[Array, Array]) -> tuple[Array, Array]:
             d_query, d_key = state
-            keys = chunk.gather(key)
-            values = keys[..., options.rope_size :]
-            shares = jnp.exp(_scores(query, keys, chunk, options) - log_sum[..., None])
-            d_value = _dot("btns,btnr->bsr", shares.astype(key.dtype), d_mixed)
-            d_scores = shares * (_dot("btnr,bsr->btns", d_mixed, values) - slope[..., None])
-            d_scores = (d_scores * options.scale).astype(key.dtype)
-            d_query += _dot("btns,bsh->btnh", d_scores, keys)
-            d_keys = _dot("btns,btnh->bsh", d_scores, query)
-            d_keys += jnp.pad(d_value, ((0, 0), (0, 0), (options.rope_size, 0)))
+            d_query, d_keys = gathered_attention.gradients(
+                d_query, query, chunk.gather(key), chunk.words, output, options.of_block(key)
+            )
             return d_query, chunk.add(d_key, d_keys, options)
 
-        selection, start = _Selection.of(members), (jnp.zeros(query.shape), d_key)
-        d_query, d_key = _for_chunks(add, start, selection, query.shape[1], options.top_k)
-        return d_key, d_query
+        selection = _Selection.of(members, number, options)
+        start = gathered_attention.empty_gradient(query), d_key
+        d_query, d_key = _for_chunks(add, start, selection, options.top_k)
+        return d_key, d_query.sum(0)
 
-    operands = (*map(blocks.split, (query, d_mixed, log_sum, slope)), members)
+    operands = (
+        jnp.arange(len(members), dtype=jnp.int32),
+        *map(blocks.split_heads, (query, d_mixed, log_sum, slope)),
+    )
     d_key, d_query = lax.scan(of_block, mark_varying(_new_rows(key)), operands)
     d_key = _sum(_rows_of(d_key, key), options.head_axis)
-    return blocks.merge(d_query).astype(query.dtype), d_key.astype(key.dtype)
+    return blocks.merge_heads(d_query).astype(query.dtype), d_key.astype(key.dtype)
 
 
 # Selection of keys.
@@ -379,7 +409,7 @@ def _select_by_loop(
         block, visible = IndexArrays(query, key, weights), _Visible(segments, places, key_segments)
         scores = _index_scores(block, visible, options)
         selected = largest_keys(scores, options.top_k) & (scores > -jnp.inf)
-        largest = jnp.maximum(scores.max(-1, keepdims=True), selection_kernel.MIN_SCORE)
+        largest = jnp.maximum(scores.max(-1, keepdims=True), MIN_SCORE)
         total = jnp.where(selected, jnp.exp(scores - largest), 0.0).sum(-1)
         log_sum = largest[..., 0] + jnp.log(jnp.where(total > 0, total, 1.0))
         return None, (_members(selected), log_sum)
@@ -501,64 +531,49 @@ def _members(selected: Bool[Array, "B t S"]) -> UInt32[Array, "B S"]:
 
 
 class _Selection(NamedTuple):
-    """Keys that at least one query token of a block selects, numbered in sequence order."""
+    """Keys that at least one query token of a block selects, in sequence order."""
 
-    members: UInt32[Array, "B G g"]
-    """Query tokens that select each key, with one bit for each token, in groups of keys."""
-    ends: Int[Array, "B G"]
-    """Number of selected keys up to the end of each group."""
+    places: Int[Array, "B P"]
+    """Indices of these keys, or S in places without a key."""
+    words: UInt32[Array, "B P"]
+    """Query tokens that select each key, with one bit for each token."""
+    size: Int[Array, " B"]
+    """Number of these keys."""
     num_keys: int
 
     @classmethod
-    def of(cls, members: UInt32[Array, "B S"]) -> _Selection:
-        """Count the selected keys. No sort is needed."""
-        num_keys = members.shape[1]
-        members = jnp.pad(members, ((0, 0), (0, -num_keys % _GROUP)))
-        members = members.reshape(len(members), -1, _GROUP)
-        ends = jnp.cumsum((members != 0).sum(2, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-        return cls(members, ends, num_keys)
-
-    @property
-    def chunk_size(self) -> int:
-        """Return the number of selected keys in a chunk."""
-        return min(_CHUNK, self.num_keys)
+    def of(
+        cls, members: UInt32[Array, "i B S"], number: Int[Array, ""], options: SparseOptions
+    ) -> _Selection:
+        """Return the keys of the block with the given number."""
+        num_keys = members.shape[2]
+        arrays = compact(members, number, _chunk_size(num_keys), interpret=options.interpret)
+        return cls(*arrays, num_keys)
 
     @property
     def chunks(self) -> Int[Array, ""]:
         """Return the number of chunks with selected keys."""
-        return -(-self.ends[:, -1].max() // self.chunk_size)
+        return -(-self.size.max() // _chunk_size(self.num_keys))
 
-    def chunk(self, number: Array, tokens: int) -> _Chunk:
-        """Return a chunk. Every number of a selected key is searched in all groups, because TPUs
-        compare faster than they sort.
-        """
-        numbers = number * self.chunk_size + jnp.arange(self.chunk_size, dtype=jnp.int32)
-        # The factors are at most 128, so that sums are exact in every matmul precision.
-        ended = (self.ends[:, None] <= numbers[:, None]).astype(jnp.float32)
-        counts = jnp.diff(self.ends, axis=1, prepend=0)
-        counts = jnp.stack([counts, jnp.ones_like(counts)], 2).astype(jnp.float32)
-        before, group = jnp.moveaxis(_dot("bsg,bgn->bsn", ended, counts).astype(jnp.int32), 2, 0)
-        words = jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(self.members, group)
-        is_selected, order = words != 0, jnp.arange(_GROUP, dtype=jnp.float32)
-        up_to = (order[:, None] <= order).astype(jnp.float32)
-        rank = _dot("bsg,gh->bsh", is_selected.astype(jnp.float32), up_to).astype(jnp.int32)
-        is_key = is_selected & (rank == (numbers - before + 1)[..., None])
-        place = _dot("bsg,g->bs", is_key.astype(jnp.float32), order).astype(jnp.int32)
-        words = jnp.where(is_key, words, 0).sum(2, dtype=jnp.uint32)
-        is_last = numbers >= self.ends[:, -1:]
-        places = jnp.where(is_last, self.num_keys, group * _GROUP + place)
-        bits = jnp.arange(tokens, dtype=jnp.uint32)[:, None]
-        chosen = (words[:, None] >> bits) & 1 == 1
-        return _Chunk(places, chosen & ~is_last[:, None])
+    def chunk(self, number: Array) -> _Chunk:
+        """Return a chunk."""
+        size = _chunk_size(self.num_keys)
+        slices = (
+            lax.dynamic_slice_in_dim(x, number * size, size, 1) for x in (self.places, self.words)
+        )
+        return _Chunk(*slices)
+
+
+def _chunk_size(num_keys: int) -> int:
+    """Return the number of selected keys in a chunk."""
+    return min(_CHUNK, -(-num_keys // _LANES) * _LANES)
 
 
 class _Chunk(NamedTuple):
     """Selected keys that are processed at once."""
 
     places: Int[Array, "B s"]
-    """Indices of these keys in increasing order, or S in places without a key."""
-    chosen: Bool[Array, "B t s"]
-    """Whether each query token selects each of these keys."""
+    words: UInt32[Array, "B s"]
 
     def gather(self, x: Float[Array, "B S h"]) -> Float[Array, "B s h"]:
         """Return the rows of the keys. Places without a key get the last row."""
@@ -577,13 +592,13 @@ class _Chunk(NamedTuple):
 
 
 def _for_chunks(
-    run: Callable[[_Chunk, Any], Any], start: Any, selection: _Selection, tokens: int, top_k: int
+    run: Callable[[_Chunk, Any], Any], start: Any, selection: _Selection, top_k: int
 ) -> Any:
     """Call `run(chunk, state)` for each chunk with selected keys, and return the last state."""
-    size = selection.chunk_size
+    size = _chunk_size(selection.num_keys)
 
     def body(number: Array, state: Any) -> Any:
-        return run(selection.chunk(number, tokens), state)
+        return run(selection.chunk(number), state)
 
     mean = -(-min(int(UNION * top_k), selection.num_keys) // size)
     with jax.named_scope(scopes.trips(mean)):
@@ -604,37 +619,28 @@ def _rows_of(rows: Float[Array, "r 1 h"], x: Float[Array, "B S h"]) -> Float[Arr
 
 
 def _attend(
-    query: Float[Array, "B t N h"],
+    query: Float[Array, "B N t h"],
     key: Float[Array, "B S h"],
     selection: _Selection,
     options: SparseOptions,
-) -> tuple[Float[Array, "B t N r"], Float[Array, "B t N"]]:
+) -> tuple[Float[Array, "B N t r"], Float[Array, "B N t"]]:
     """Return the output and the float32 log-sum-exp."""
+    block = options.of_block(key)
 
-    def add(chunk: _Chunk, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        largest, total, mixed = state
-        keys = chunk.gather(key)
-        scores = _scores(query, keys, chunk, options)
-        new = jnp.maximum(largest, scores.max(-1))
-        shares, shrink = jnp.exp(scores - new[..., None]), jnp.exp(largest - new)
-        part = _dot("btns,bsr->btnr", shares.astype(key.dtype), keys[..., options.rope_size :])
-        return new, total * shrink + shares.sum(-1), mixed * shrink[..., None] + part
+    def add(chunk: _Chunk, state: Softmax) -> Softmax:
+        return gathered_attention.add_keys(state, query, chunk.gather(key), chunk.words, block)
 
-    shape = query.shape[:3]
-    empty = jnp.zeros((*shape, key.shape[-1] - options.rope_size))
-    start = jnp.full(shape, selection_kernel.MIN_SCORE), jnp.zeros(shape), empty
-    state = _for_chunks(add, start, selection, shape[1], options.top_k)
-    largest, total, mixed = state
-    total = jnp.where(total > 0, total, 1.0)
-    return (mixed / total[..., None]).astype(query.dtype), largest + jnp.log(total)
+    start = Softmax.empty(query, block.value_size)
+    mixed, log_sum = _for_chunks(add, start, selection, options.top_k).finish()
+    return mixed.astype(query.dtype), log_sum
 
 
 def _loss(
-    query: Float[Array, "B t N h"],
+    query: Float[Array, "B N t h"],
     key: Float[Array, "B S h"],
     index: IndexArrays,
     selection: _Selection,
-    log_sum: Float[Array, "B t N"],
+    log_sum: Float[Array, "B N t"],
     log_index_sum: Float[Array, "B t"],
     counts: Float[Array, "B t"],
     d_key: Float[Array, "r 1 d"],
@@ -643,21 +649,24 @@ def _loss(
     """Return the loss of a block and its float32 gradients. The gradient of the keys is added to
     `d_key`.
     """
-    num_heads = query.shape[2] * _axis_size(options.head_axis)
+    num_heads, tokens = query.shape[1] * _axis_size(options.head_axis), query.shape[2]
 
     def add(chunk: _Chunk, state: tuple[Array, Any]) -> tuple[Array, Any]:
         loss, (d_query, d_key, d_weights) = state
-        scores = _scores(query, chunk.gather(key), chunk, options)
-        target = jnp.exp(scores - log_sum[..., None]).sum(2) / num_heads
+        target = gathered_attention.sum_shares(
+            query, chunk.gather(key), chunk.words, log_sum, options.of_block(key)
+        )
+        target /= num_heads
+        chosen = chosen_keys(chunk.words, tokens)
         block = index._replace(key=chunk.gather(index.key))
         products = index_products(block)
         index_score = weighted_sum(block, products, options.index_scale)
         target, index_score = _sum(target, options.head_axis), _sum(index_score, options.index_axis)
-        log_shares = jnp.where(chunk.chosen, index_score - log_index_sum[..., None], 0.0)
-        positive = chunk.chosen & (target > 0)
+        log_shares = jnp.where(chosen, index_score - log_index_sum[..., None], 0.0)
+        positive = chosen & (target > 0)
         logs = jnp.log(jnp.where(positive, target, 1.0)) - log_shares
         loss += (jnp.where(positive, target * logs, 0.0).sum(-1) * counts).sum()
-        slopes = jnp.where(chunk.chosen, jnp.exp(log_shares) - target, 0.0) * counts[..., None]
+        slopes = jnp.where(chosen, jnp.exp(log_shares) - target, 0.0) * counts[..., None]
         more = score_gradients(block, products, slopes, options.index_scale)
         return loss, (
             d_query + more.query,
@@ -667,23 +676,7 @@ def _loss(
 
     zeros = jnp.zeros(index.query.shape), d_key, jnp.zeros(index.weights.shape)
     start = jnp.zeros(()), zeros
-    return _for_chunks(add, start, selection, query.shape[1], options.top_k)
-
-
-def _scores(
-    query: Float[Array, "B t N h"],
-    keys: Float[Array, "B s h"],
-    chunk: _Chunk,
-    options: SparseOptions,
-) -> Float[Array, "B t N s"]:
-    """Return the float32 scores. Those of keys that a token does not select are very small."""
-    scores = _dot("btnh,bsh->btns", query, keys) * options.scale
-    return jnp.where(chunk.chosen[:, :, None], scores, _MASK_VALUE)
-
-
-def _dot(form: str, left: Array, right: Array) -> Float[Array, ...]:
-    """Compute an einsum with float32 accumulation."""
-    return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)
+    return _for_chunks(add, start, selection, options.top_k)
 
 
 def _sum(x: Array, axis: str | None) -> Array:

@@ -169,7 +169,7 @@ def test_output_loss_and_gradients_equal_float64_reference(
     part: LatentAttentionSpec, blocks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexer_module, "query_blocks", lambda tokens: blocks)
-    sizes = (("SELECTION_BLOCK", 4), ("_CHUNK", 2), ("_GROUP", 4), ("_INDEX_CHUNK", 5))
+    sizes = (("SELECTION_BLOCK", 4), ("_CHUNK", 2), ("_INDEX_CHUNK", 5))
     for name, size in sizes:
         monkeypatch.setattr(sparse_attention, name, size)
     w = with_values(LatentAttention(part, RULES), **values())

@@ -400,7 +400,8 @@ def test_kernels_of_sparse_attention_declare_their_cycles() -> None:
     """Index heads are sharded, so that every device selects the keys of a quarter of the blocks."""
     kernels: Any = run(SPARSE)
     cycles = {name.partition(".")[0]: count for name, count in kernels}
-    assert cycles.keys() == {"sparse_selection", "add_rows"}
+    gathered = {f"gathered_{name}" for name in ("forward", "shares", "backward")}
+    assert cycles.keys() == {"sparse_selection", "compact_keys", "add_rows"} | gathered
     assert all(count and count > 0 for count in cycles.values())
 
 
