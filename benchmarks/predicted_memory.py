@@ -484,6 +484,72 @@ ROWS = [
             "sequence_length=2048",
         ),
         (
+            "olmo-hybrid-7b",
+            "v5p:2x2x4",
+            1,
+            "ici_stage=2 ici_fsdp=8 schedule=1f1b microbatches=8 batch_size=64 "
+            "sequence_length=4096",
+        ),
+        (
+            "olmo-hybrid-7b",
+            "v6e:4x8",
+            1,
+            "ici_fsdp=32 microbatches=1 batch_size=32 sequence_length=4096 remat=names",
+        ),
+        (
+            "kimi-linear-48b-a3b",
+            "v5p:2x4x4",
+            1,
+            "ici_fsdp=8 ici_expert=4 microbatches=1 batch_size=32 sequence_length=4096",
+        ),
+        (
+            "kimi-linear-48b-a3b",
+            "v6e:8x8",
+            1,
+            "ici_stage=2 ici_fsdp=32 schedule=1f1b microbatches=8 batch_size=256 "
+            "sequence_length=2048",
+        ),
+        (
+            "nemotron-nano2-9b",
+            "v5p:2x2x4",
+            1,
+            "ici_stage=4 ici_fsdp=4 repeats=2 microbatches=8 batch_size=32 sequence_length=4096",
+        ),
+        (
+            "nemotron-nano2-9b",
+            "v6e:4x8",
+            1,
+            "ici_fsdp=32 microbatches=1 batch_size=32 sequence_length=4096",
+        ),
+        (
+            "deepseek-v3.2",
+            "v5p:4x4x4",
+            1,
+            "model.num_layers=5 ici_fsdp=8 ici_expert=8 microbatches=1 batch_size=64 "
+            "sequence_length=4096",
+        ),
+        (
+            "deepseek-v3.2",
+            "v6e:16x16",
+            1,
+            "model.num_layers=5 ici_fsdp=32 ici_expert=8 microbatches=1 batch_size=256 "
+            "sequence_length=4096",
+        ),
+        (
+            "deepseek-v4-flash",
+            "v5p:4x4x4",
+            1,
+            "model.num_layers=6 ici_fsdp=8 ici_expert=8 microbatches=1 batch_size=64 "
+            "sequence_length=4096",
+        ),
+        (
+            "deepseek-v4-flash",
+            "v6e:16x16",
+            1,
+            "model.num_layers=6 ici_fsdp=32 ici_expert=8 microbatches=1 batch_size=256 "
+            "sequence_length=4096",
+        ),
+        (
             "llama3.1-8b",
             "v5p:2x2x4",
             1,
