@@ -383,6 +383,7 @@ def open_folder(
         *_undeclared_mtp_patterns(said, known.values()),
         *(said.whole.other_tensors if said.whole and not images else ()),
         *((_VISION_HEAD,) if images else ()),
+        *(said.whole.vision.other_tensors if said.whole and said.whole.vision else ()),
     )
     for name, table_name in known.items():
         if any(fnmatchcase(n, pattern) for pattern in patterns for n in (name, table_name)):

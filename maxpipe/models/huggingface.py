@@ -346,8 +346,12 @@ class VisionTable:
     """Rows for the other keys of the composite model."""
     tensors: tuple[Tensor, ...]
     is_nested: bool = False
-    """Whether published tensor names begin with `model.language_model` and `model.visual`, instead
-    of `language_model` and `vision_tower`."""
+    """Whether published tensor names begin with `model.language_model` and, for example,
+    `model.visual`, instead of `language_model` and `vision_tower`."""
+    text_keys: tuple[Row, ...] = ()
+    """Rows for additional keys of the language model's config."""
+    other_tensors: tuple[str, ...] = ()
+    """Tensor name patterns of components that maxpipe does not support."""
 
 
 @dataclass(frozen=True)
