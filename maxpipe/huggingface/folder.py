@@ -267,6 +267,8 @@ class HuggingFaceFolder:
                 columns and columns.columns,
                 piece.interleave.lines,
             )
+            if piece.is_scalar:  # a limit, which is infinite if nothing is clipped
+                rows = np.clip(rows.astype(np.float32), -LARGEST_LIMIT, LARGEST_LIMIT)
             if not reader.is_finite:
                 self._check_finite(piece.tensor, rows)
             yield here, piece.to_param(rows, here, columns)

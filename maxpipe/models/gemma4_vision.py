@@ -217,7 +217,10 @@ def _matmul(ours: str, theirs: str, dims: str) -> tuple[Tensor, ...]:
     ours, theirs = f"vision.layers.{ours}", _LAYER + theirs
     return (
         Tensor(ours, f"{theirs}.linear.weight", f"expert {dims}"),
-        *(Tensor(f"{ours}_{limit}", f"{theirs}.{limit}", "expert -> ") for limit, _ in LIMITS),
+        *(
+            Tensor(f"{ours}_{limit}", f"{theirs}.{limit}", "expert a -> a", is_scalar=True)
+            for limit, _ in LIMITS
+        ),
     )
 
 

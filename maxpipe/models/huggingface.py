@@ -329,6 +329,8 @@ class Tensor:
     is_column_block: bool = False
     """Whether the rows are concatenated along the tensor's last dim, instead of its first dim. If
     the name has no `{layer}`, these are the rows of all layers."""
+    is_scalar: bool = False
+    """Whether the tensor has no dims. `dims` then describes it with one dim of size 1."""
 
 
 WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}

@@ -94,6 +94,6 @@ def _matmul(params: Params, name: str, pattern: str, x: Float[Array, "*dims"]) -
     return x
 
 
-def _clip(x: Float[Array, "*dims"], low: Float[Array, ""], high: Float[Array, ""]) -> Array:
+def _clip(x: Float[Array, "*dims"], low: Float[Array, " 1"], high: Float[Array, " 1"]) -> Array:
     """Return `x` between two limits. The gradient at a limit is 1, as in PyTorch."""
     return jnp.where(x < low, low, jnp.where(x > high, high, x))

@@ -15,6 +15,8 @@ from maxpipe.models.spec import Constant, Dims, Normal, Param
 
 LIMITS = (("input_min", -1), ("input_max", 1), ("output_min", -1), ("output_max", 1))
 """Names of the limits of a clipped matmul, and the signs of their initial values."""
+LARGEST_LIMIT = 3e38
+"""Magnitude of limits that clip nothing. Finite, as all numbers in checkpoints are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,4 +103,4 @@ def _norm(name: str, dim: tuple[int, str]) -> dict[tuple[str, ...], Param]:
 
 
 def _limit(sign: int) -> Param:
-    return Param((), Constant(sign * float("inf")), decays=False, trainable=False)
+    return Param(((1, "vision"),), Constant(sign * LARGEST_LIMIT), decays=False, trainable=False)
