@@ -49,6 +49,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.huggingface import WITHOUT_MTP, HuggingFace
 from maxpipe.models.initialization import TokenHash
+from maxpipe.models.layers.gemma4_vision import LARGEST_LIMIT
 from maxpipe.models.registry import describe
 
 HEAD, EMBEDDING = safetensors.HEAD, "embedding"

@@ -523,7 +523,7 @@ def cast(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     cast = np.empty(values.shape, dtype)
     with np.errstate(over="ignore"):
         copy(cast, values)
-    if dtype != values.dtype and (np.isfinite(values) & ~np.isfinite(cast)).any():
+    if dtype != values.dtype and not np.isfinite(cast).all():
         raise ConfigError.one(
             Code.HF_EXPORT,
             "command line: --dtype",
