@@ -64,7 +64,7 @@ class Gemma4VisionConfig:
     video_token_id: int = 258884
     """Token ID of videos, which are not supported."""
     per_layer_pad_token_id: int = 0
-    """Token ID whose per-layer embeddings image tokens use."""
+    """Token ID whose per-layer embeddings image tokens use. They do not train these embeddings."""
 
 
 def vision_tower(config: ModelConfig) -> Gemma4VisionTower | None:

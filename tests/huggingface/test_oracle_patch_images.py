@@ -92,7 +92,7 @@ GEMMA4_TEXT = TEXT | {
     "num_hidden_layers": 6,
     "global_head_dim": 20,
     "sliding_window": 9,
-    "pad_token_id": 3,
+    "pad_token_id": 156,
     "final_logit_softcapping": 4.0,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
 }

@@ -34,7 +34,7 @@ class PerLayerInput(Part):
     image_token_id: int | None = None
     """Token ID of image tokens, or None for a model without images."""
     pad_token_id: int = 0
-    """Token ID whose row in the table image tokens use."""
+    """Token ID whose row in the table image tokens use. They do not train this row."""
 
     @property
     def params(self) -> Mapping[str, Param]:
