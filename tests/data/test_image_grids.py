@@ -22,6 +22,7 @@ from maxpipe.data.loader import Datasets
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import Code, ConfigError
 from tests.data.conversations import (
+    GEMMA4,
     GEMMA4_TOKENS,
     QWEN_TOKENS,
     QWEN_VL,
@@ -192,6 +193,41 @@ def test_sizes_are_multiples_within_the_limits(
     found = resized_shape(*size, FORM)
     assert found == wanted
     assert not any(side % UNIT for side in found) and LEAST <= found[0] * found[1] <= MOST
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        ((100, 100), (96, 96)),
+        ((5, 3), (120, 72)),
+        ((1000, 900), (96, 84)),
+        ((400, 3), (840, 12)),
+        ((30, 400), (24, 360)),
+        ((1, 9), (24, 300)),
+    ],
+)
+def test_sizes_of_gemma4_are_the_largest(size: tuple[int, int], wanted: tuple[int, int]) -> None:
+    form = PatchFormat(PATCH, 3, 0, 12**2 * SOFT_TOKENS, 0, "gemma4", has_rotary_positions=False)
+    assert resized_shape(*size, form) == wanted
+    assert resized_shape(*size[::-1], form) == wanted[::-1]
+
+
+def test_gemma4_has_no_rotary_positions(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", GEMMA4, GEMMA4_TOKENS)
+    (tmp_path / "a.png").write_bytes(make_png(size=(8, 4)))
+    record = {"messages": [question({"path": "a.png"}), ANSWER]}
+    datasets = open_gemma4_records(tokenizer, tmp_path, [record])
+    batch = datasets.train.batch(0)
+    assert "rotary_positions" not in batch and batch["images"].shape[2:] == (630, PATCH, PATCH, 3)
+    np.testing.assert_array_equal(batch["image_grids"][0], [(15, 33), (0, 0)])
+    assert batch["image_tokens_left"][0].max() == 55
+    (segment,) = inspect_sequence(datasets.train, datasets.tokenizer, 0, 0).segments
+    text = "".join(piece.text for piece in segment.pieces)
+    assert "\n\n<|image>[image of 55 tokens]<image|>\n\n" in text
+    for token in GEMMA4_TOKENS[:3]:
+        spelled = {"messages": [question({"path": "a.png"}, text=token), ANSWER]}
+        with pytest.raises(ConfigError, match="once for each of its 1 images"):
+            open_gemma4_records(tokenizer, tmp_path, [spelled])
 
 
 def test_patches_are_padded() -> None:
