@@ -18,6 +18,7 @@ from maxpipe.config.sections.pipeline import PipelineConfig
 from maxpipe.config.sections.train import TrainConfig
 from maxpipe.data.image_grids import rotary_positions
 from maxpipe.models.config import AdapterConfig, ModelConfig
+from maxpipe.models.gemma4_vision import Gemma4VisionConfig
 from maxpipe.models.layers.mlp import LayerNorm
 from maxpipe.models.qwen_vision import QwenVisionConfig
 from maxpipe.models.registry import FAMILIES
@@ -325,7 +326,7 @@ def _images_of(rows: int, random: Any, case: Case, ids: Any, cut: Any) -> dict[s
 
     Sequences have from 0 to `case.images` images.
     """
-    if isinstance(case.own, QwenVisionConfig):
+    if isinstance(case.own, QwenVisionConfig | Gemma4VisionConfig):
         return _patches_of(rows, random, case, ids, cut)
     own, tokens = case.own, case.tokens
     size, shape = own.tokens_per_image, (rows, case.images, *(own.image_size,) * 2, 3)
@@ -347,7 +348,7 @@ def _patches_of(rows: int, random: Any, case: Case, ids: Any, cut: Any) -> dict[
     own, tokens = case.own, case.tokens
     image = model_image_format(case.model, case.images)
     assert image is not None and image.patches is not None
-    side = own.spatial_merge_size
+    side = image.patches.merge_size
     left = np.zeros((rows, tokens + 1), np.int32)
     images = random.integers(0, 256, (rows, case.images, *image.shape), np.uint8)
     grids = np.zeros((rows, case.images, 2), np.int32)
@@ -368,12 +369,10 @@ def _patches_of(rows: int, random: Any, case: Case, ids: Any, cut: Any) -> dict[
         rotary[row, :start] = np.arange(start)[:, None]
         rotary[row, start:] = rotary_positions(left[row, start:], used, image.patches)
     ids[left > 0] = own.image_token_id
-    return {
-        "images": images,
-        "image_grids": grids,
-        "image_tokens_left": left[:, :-1],
-        "rotary_positions": rotary[:, :-1],
-    }
+    arrays = {"images": images, "image_grids": grids, "image_tokens_left": left[:, :-1]}
+    if not image.patches.has_rotary_positions:
+        return arrays
+    return arrays | {"rotary_positions": rotary[:, :-1]}
 
 
 def buffer_bytes(steps: Steps) -> dict[str, int]:

@@ -17,10 +17,14 @@ class PatchFormat(NamedTuple):
     merge_size: int
     """Height and width in patches of the square that becomes one token."""
     min_pixels: int
+    """Minimum number of pixels of a resized image. If 0, every image is resized to the largest size
+    within `max_pixels`."""
     max_pixels: int
     video_token_id: int
     family: str
     """Model family, whose config section has these sizes."""
+    has_rotary_positions: bool = True
+    """Whether tokens have 3-D positions."""
 
 
 class ImageFormat(NamedTuple):
@@ -37,6 +41,8 @@ class ImageFormat(NamedTuple):
     end_id: int
     max_images: int
     """Maximum number of images per sequence."""
+    placeholder: tuple[int, ...]
+    """Token IDs that chat templates render for an image."""
     patches: PatchFormat | None = None
     """Sizes of patches, or None if all images have the same size."""
 
@@ -71,7 +77,8 @@ def model_image_format(model: ModelConfig, max_images: int) -> ImageFormat | Non
     patches = None
     if tower.has_grids:
         sizes = (tower.patch_size, tower.merge_size, tower.min_pixels, tower.max_pixels)
-        patches = PatchFormat(*sizes, tower.video_token_id, model.family)
+        other = (tower.video_token_id, model.family, tower.has_rotary_positions)
+        patches = PatchFormat(*sizes, *other)
     return ImageFormat(
         0 if patches else tower.image_size,
         tower.tokens_per_image,
@@ -79,5 +86,6 @@ def model_image_format(model: ModelConfig, max_images: int) -> ImageFormat | Non
         tower.image_begin_token_id,
         tower.image_end_token_id,
         max_images,
+        tower.placeholder,
         patches,
     )

@@ -57,8 +57,8 @@ class EncodedDocument:
     image_grids: np.ndarray | None = None
     """int32 [n, 2]: see `maxpipe.data.images.IMAGE_GRIDS`; None for images of one size."""
     rotary_positions: np.ndarray | None = None
-    """int32 [tokens, 3]: see `maxpipe.data.images.ROTARY_POSITIONS`; None for images of one
-    size."""
+    """int32 [tokens, 3]: see `maxpipe.data.images.ROTARY_POSITIONS`; None if the model has no 3-D
+    positions."""
     image_digest: bytes = b""
     """Digest of the encoded images; empty without images."""
 

@@ -1,7 +1,7 @@
 """Images of different sizes: resizing, patches and 3-D positions of tokens.
 
-The sizes, the order of patches and the positions are those of Qwen2-VL and later models
-(arXiv:2409.12191).
+The order of patches and the positions are those of Qwen2-VL and later models (arXiv:2409.12191).
+The sizes are those of these models or of Gemma 4.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ def resized_shape(height: int, width: int, form: PatchFormat) -> tuple[int, int]
     `max_pixels`, except for images with an extreme aspect ratio.
     """
     unit = form.patch_size * form.merge_size
+    if not form.min_pixels:
+        return _largest_shape(height, width, form.max_pixels, unit)
     rows, columns = round(height / unit) * unit, round(width / unit) * unit
     if rows * columns > form.max_pixels:
         factor = math.sqrt(height * width / form.max_pixels)
@@ -34,6 +36,22 @@ def resized_shape(height: int, width: int, form: PatchFormat) -> tuple[int, int]
         return rows, columns
     rows, columns = (count * unit for count in sides)
     return rows, columns
+
+
+def _largest_shape(height: int, width: int, max_pixels: int, unit: int) -> tuple[int, int]:
+    """Return the largest height and width within `max_pixels` that are multiples of `unit`.
+
+    Both sides are rounded down. A side of less than one unit becomes one unit, and the other side
+    then has as many units as the aspect ratio, within `max_pixels`.
+    """
+    factor = math.sqrt(max_pixels / (height * width))
+    rows, columns = (math.floor(factor * side / unit) for side in (height, width))
+    most = max_pixels // unit**2
+    if not rows:
+        rows, columns = 1, min(width // height, most)
+    elif not columns:
+        rows, columns = min(height // width, most), 1
+    return rows * unit, columns * unit
 
 
 def to_patches(pixels: np.ndarray, form: PatchFormat, num_patches: int) -> np.ndarray:

@@ -134,8 +134,8 @@ class DecodedImages(NamedTuple):
     size."""
 
     def rotary_positions(self, tokens_left: np.ndarray, image: ImageFormat) -> np.ndarray | None:
-        """Return the 3-D positions of the tokens of the document, or None without grids."""
-        if self.grids is None or image.patches is None:
+        """Return the 3-D positions of the tokens of the document, or None if the model has none."""
+        if self.grids is None or image.patches is None or not image.patches.has_rotary_positions:
             return None
         return rotary_positions(tokens_left, self.grids, image.patches)
 
@@ -233,7 +233,7 @@ def _shape_in_patches(image: Image.Image, form: PatchFormat, which: str) -> tupl
     """Return the width and height to which an image is resized."""
     width, height = image.size
     found = f"found {width} x {height}"
-    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+    if form.min_pixels and max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         rule = f"must have sides with a ratio of at most {MAX_ASPECT_RATIO}: {found}."
         raise BadImage(which, rule, "Crop the image, or remove the record.")
     rows, columns = resized_shape(height, width, form)
@@ -276,30 +276,30 @@ def expand_image_tokens(
 ) -> ImageText:
     """Replace the placeholder of each image in rendered text by the complete tokens of the image.
 
-    Templates for images of one size render the begin token. An image then consists of two line
-    breaks, the begin token, the image tokens, the end token, and two line breaks, as in the
-    processor of Gemma 3. Other templates render the begin token, one image token and the end token.
-    `num_tokens` is the number of image tokens per image. `special` maps the text of control tokens
-    to IDs.
+    `ImageFormat.placeholder` is the placeholder. An image consists of the begin token, the image
+    tokens and the end token. Images of one size also have two line breaks before and after these
+    tokens, as in the processor of Gemma 3. `num_tokens` is the number of image tokens per image.
+    `special` maps the text of control tokens to IDs.
 
     Raises:
         BadImage: the text does not have one placeholder per image.
     """
     texts, count = {number: name for name, number in special.items()}, len(num_tokens)
     begin, one, end = (texts[each] for each in (image.begin_id, image.token_id, image.end_id))
-    placeholder, around = begin, ("\n\n", "\n\n")
-    others = [one, end]
+    placeholder = "".join(texts[each] for each in image.placeholder)
+    around = "\n\n"
     if image.patches is not None:
-        placeholder, around = begin + one + end, ("", "")
-        others = [begin, one, end]
+        around = ""
         _check_videos(text, texts.get(image.patches.video_token_id))
     pieces = text.split(placeholder)
-    if len(pieces) != count + 1 or any(other in piece for piece in pieces for other in others):
+    if len(pieces) != count + 1 or any(
+        token in piece for piece in pieces for token in (begin, one, end)
+    ):
         rule = f"must render {placeholder} once for each of its {count} images, and no other image "
         rule += f"token; the rendered text has it {len(pieces) - 1} times."
         action = "Remove image tokens from the text, or correct the chat template."
         raise BadImage("the rendered conversation", rule, action)
-    complete = [f"{around[0]}{begin}{one * number}{end}{around[1]}" for number in num_tokens]
+    complete = [f"{around}{begin}{one * number}{end}{around}" for number in num_tokens]
     # Characters after an image move by the additional characters of all images before them.
     ends = np.cumsum([len(piece) + len(placeholder) for piece in pieces[:-1]], dtype=np.int64)
     more = np.cumsum([0, *(len(each) - len(placeholder) for each in complete)])

@@ -227,7 +227,7 @@ class Loader:
             own = example.get(name, array[:0])
             array[: len(own)] = own
         arrays[IMAGE_TOKENS_LEFT] = np.zeros_like(example["tokens"])
-        if image.patches is not None:
+        if image.patches is not None and image.patches.has_rotary_positions:
             arrays[ROTARY_POSITIONS] = np.repeat(example["positions"][:, None], 3, axis=1)
         by_token = (IMAGE_TOKENS_LEFT, ROTARY_POSITIONS)
         arrays |= {name: example[name] for name in by_token if name in example}

@@ -193,8 +193,9 @@ def assemble_sequence(
             assert not begin and end == len(document.ids), "images are not split"
             images.append(document.images)
             left[here] = document.image_tokens_left
-            if document.image_grids is not None and document.rotary_positions is not None:
+            if document.image_grids is not None:
                 grids.append(document.image_grids)
+            if document.rotary_positions is not None:
                 rotary.append((here, document.rotary_positions))
         border = [document.second_half_start] if document.second_half_start else []
         for first, last in itertools.pairwise([begin, *border, end]):
@@ -204,10 +205,12 @@ def assemble_sequence(
             at += last - first
     by_image = {IMAGES: np.concatenate(images), IMAGE_TOKENS_LEFT: left[:-1]} if images else {}
     if grids:
+        by_image[IMAGE_GRIDS] = np.concatenate(grids)
+    if rotary:
         each = np.repeat(positions[:, None], 3, axis=1)
         for here, of_document in rotary:
             each[here] = of_document
-        by_image |= {IMAGE_GRIDS: np.concatenate(grids), ROTARY_POSITIONS: each[:-1]}
+        by_image[ROTARY_POSITIONS] = each[:-1]
     same = (segments[:-1] == segments[1:]) & (segments[1:] > 0) & trained[1:]
     return {
         "tokens": window[:-1],

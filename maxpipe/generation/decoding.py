@@ -193,7 +193,7 @@ class PromptImages(NamedTuple):
     """Number of patches per column and per row, int32 `[n, 2]`; None if all images have the same
     size."""
     rotary_positions: np.ndarray | None = None
-    """3-D position of each token, int32 `[T, 3]`; None if all images have the same size."""
+    """3-D position of each token, int32 `[T, 3]`; None if the model has no 3-D positions."""
 
 
 class DecodeShape(NamedTuple):
@@ -263,6 +263,7 @@ def pad_images(
     }
     if first.grids is not None:
         arrays[IMAGE_GRIDS] = np.zeros((*shape, 2), np.int32)
+    if first.rotary_positions is not None:
         arrays[ROTARY_POSITIONS] = np.repeat(tokens.positions[..., None], 3, axis=-1)
     for row, each in enumerate(images):
         if each is None:
@@ -270,8 +271,9 @@ def pad_images(
         start = size.prompt_length - len(each.tokens_left)
         arrays[IMAGES][row, : len(each.pixels)] = each.pixels
         arrays[IMAGE_TOKENS_LEFT][row, start:] = each.tokens_left
-        if each.grids is not None and each.rotary_positions is not None:
+        if each.grids is not None:
             arrays[IMAGE_GRIDS][row, : len(each.grids)] = each.grids
+        if each.rotary_positions is not None:
             arrays[ROTARY_POSITIONS][row, start:] = each.rotary_positions
     return arrays
 
@@ -490,7 +492,7 @@ class DecodeEngine:
     @property
     def _has_rotary_offsets(self) -> bool:
         tower = self.decoder.model.ends.vision
-        return tower is not None and tower.has_grids
+        return tower is not None and tower.has_rotary_positions
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
         """Lower the one-token program from abstract parameters, for devices that may be absent."""

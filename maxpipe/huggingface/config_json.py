@@ -453,7 +453,7 @@ def read_description(folder: Path, *, images: bool = False) -> ModelDescription:
     content = found.content
     ours = _read(path, table, content)
     if images and whole is not None and whole.vision is not None:
-        ours |= _read_vision(path, table, whole, outer, ours)
+        ours |= _read_vision(path, table, whole, outer, content, ours)
         table = composite_table(table, whole, whole.vision)
     section: dict[str, Any] = {"family": family, family: {}}
     for name, value in ours.items():
@@ -473,10 +473,12 @@ def read_description(folder: Path, *, images: bool = False) -> ModelDescription:
 
 
 def _read_vision(
-    path: Path, table: HuggingFace, whole: Whole, content: Theirs, text: dict[str, Any]
+    path: Path, table: HuggingFace, whole: Whole, content: Theirs, text: Theirs, ours: Ours
 ) -> dict[str, Any]:
-    """Return maxpipe's values for a model with a vision tower, given those of the language model.
-    The model has no multi-token prediction heads, because they cannot predict images.
+    """Return maxpipe's values for a model with a vision tower.
+
+    `content` is the complete config, and `text` is the config of the language model, whose values
+    are `ours`. The model has no multi-token prediction heads, because they cannot predict images.
     """
     vision, inner = whole.vision, content.get(_VISION_SECTION)
     assert vision is not None, "the caller checks the model"
@@ -493,7 +495,8 @@ def _read_vision(
             "Use a model whose vision tower has this type, or import the model without images.",
         )
     named = replace(table, architecture=whole.architecture)
-    ours = _read(path, replace(named, keys=vision.keys), inner, text)
+    ours = _read(path, replace(named, keys=vision.keys), inner, ours)
+    ours |= _read(path, replace(named, keys=vision.text_keys), text)
     ours |= _read(path, replace(named, keys=vision.outer_keys), content)
     return {**ours, **WITHOUT_MTP}
 
@@ -669,7 +672,11 @@ def _with_vision(
         for row in composite.tensors
     )
     said: dict[str, Any] = {
-        whole.section: {"model_type": table.model_type, **text},
+        whole.section: {
+            "model_type": table.model_type,
+            **text,
+            **written(vision.text_keys, ours),
+        },
         _VISION_SECTION: {"model_type": vision.model_type, **written(vision.keys, ours)},
         **written(vision.outer_keys, ours),
         _TIED: text.get(_TIED, True),

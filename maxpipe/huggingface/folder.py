@@ -49,6 +49,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.huggingface import WITHOUT_MTP, HuggingFace
 from maxpipe.models.initialization import TokenHash
+from maxpipe.models.layers.gemma4_vision import LARGEST_LIMIT
 from maxpipe.models.registry import describe
 
 HEAD, EMBEDDING = safetensors.HEAD, "embedding"
@@ -267,6 +268,8 @@ class HuggingFaceFolder:
                 columns and columns.columns,
                 piece.interleave.lines,
             )
+            if piece.is_scalar:  # a limit, which is infinite if nothing is clipped
+                rows = np.clip(rows.astype(np.float32), -LARGEST_LIMIT, LARGEST_LIMIT)
             if not reader.is_finite:
                 self._check_finite(piece.tensor, rows)
             yield here, piece.to_param(rows, here, columns)
@@ -383,6 +386,7 @@ def open_folder(
         *_undeclared_mtp_patterns(said, known.values()),
         *(said.whole.other_tensors if said.whole and not images else ()),
         *((_VISION_HEAD,) if images else ()),
+        *(said.whole.vision.other_tensors if said.whole and said.whole.vision else ()),
     )
     for name, table_name in known.items():
         if any(fnmatchcase(n, pattern) for pattern in patterns for n in (name, table_name)):

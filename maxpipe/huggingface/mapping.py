@@ -133,6 +133,8 @@ class TensorSlice(NamedTuple):
     stacked: int = 0
     """Size of the tensor's leading dim that stacks blocks of rows (one per expert), or 0 if the
     tensor has no such dim."""
+    is_scalar: bool = False
+    """Whether the tensor has no dims. The slice is then one row with one entry."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -207,6 +209,8 @@ class TensorSlice(NamedTuple):
 
         An interleaved slice extends over all rows.
         """
+        if self.is_scalar:
+            return ()
         if self.stacked:
             return (self.stacked, rows, *self.shape[1:])
         if self.interleave.every > 1:
@@ -422,7 +426,9 @@ def _iter_slices(
             if row.interleaved:
                 dim = form.hf_dims.index((row.interleaved,)) - len(form.hf_dims)
             start, lane = 0, InterleavedSlice(first, lanes, dim, row.is_column_block)
-        yield TensorSlice(name, start, shape, whole, form, param.shape, lane)
+        yield TensorSlice(
+            name, start, shape, whole, form, param.shape, lane, is_scalar=row.is_scalar
+        )
 
 
 def intersect(

@@ -25,10 +25,12 @@ _PARTS += "|embed_tokens_per_layer|per_layer_model_projection|per_layer_projecti
 _BODY = re.compile(rf"{_ROOTS}((?:{_PARTS})\..*)", re.DOTALL)
 _HEAD = re.compile(rf"{_ROOTS}(lm_head\..*)", re.DOTALL)
 _VISION = re.compile(
-    r"(?:model\.)*(vision_tower\.|multi_modal_projector\.|visual\.)(?:vision_model\.)?(.*)",
+    r"(?:model\.)*(vision_tower\.|multi_modal_projector\.|visual\.|embed_vision\.)(?:vision_model\.)?(.*)",
     re.DOTALL,
 )
 _TEXT_PREFIX, _TOWER = "language_model.", "vision_tower."
+_NESTED = ("visual.", _TOWER, "embed_vision.")
+"""Parts of composite models whose tensor names begin with `model.` in published models."""
 
 _FUSED = (
     (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
@@ -92,7 +94,7 @@ def composite_name(name: str, *, is_nested: bool = False) -> str:
     """
     if is_nested:
         body = name.removeprefix("model.")
-        if name.startswith("visual."):
+        if name.startswith(_NESTED):
             return f"model.{name}"
         return f"model.{_TEXT_PREFIX}{body}" if body != name else name
     if name.startswith("multi_modal_projector."):

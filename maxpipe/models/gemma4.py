@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from maxpipe.errors import Code, RuleViolation
-from maxpipe.models import family, huggingface, moe_base
+from maxpipe.models import family, gemma4_vision, huggingface, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
+from maxpipe.models.gemma4_vision import Gemma4VisionConfig
 from maxpipe.models.huggingface import (
     FULL,
     WINDOWED,
@@ -36,7 +37,7 @@ from maxpipe.models.spec import Branch, LayerType, Model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Config(MixtureConfig):
+class Gemma4Config(MixtureConfig, Gemma4VisionConfig):
     """Keys that only Gemma 4 models use. `model.num_kv_heads` and `model.head_dim` apply to local
     layers. Gemma 4 always ties the output projection to the embedding table.
     """
@@ -96,6 +97,7 @@ def describe(config: ModelConfig) -> Model:
         norm,
         embed_scale=config.d_model**0.5,
         final_logit_softcapping=own.final_logit_softcapping,
+        vision=gemma4_vision.vision_tower(config),
     )
     layers = _layers(config, own)
     layer_types: dict[str, LayerType] = {}
@@ -152,6 +154,8 @@ def _attention(
 ) -> Attention:
     """Return the attention sublayer of a layer type."""
     options: dict[str, Any] = {"window": "window"}
+    if own.num_vision_layers and own.bidirectional_images:
+        options["image_tokens"] = own.max_soft_tokens
     rope = Rope(own.local_rope_theta)
     if is_global:
         sizes = {"num_kv_heads": own.num_global_kv_heads or config.num_kv_heads}
@@ -197,12 +201,15 @@ def _per_layer_input(config: ModelConfig, own: Gemma4Config, *, is_first: bool) 
         family.residual_gain(config),
         _norm(config, size),
         is_first,
+        own.image_token_id if own.num_vision_layers else None,
+        own.per_layer_pad_token_id,
     )
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Gemma4Config)
     yield from family.embeddings_are_tied(config)
+    yield from gemma4_vision.rules(config)
     if own.num_experts:
         yield from moe_base.moe_rules(config, own)
     if own.num_global_kv_heads and config.num_heads % own.num_global_kv_heads:
@@ -493,7 +500,7 @@ def _keys(sliding_window: int, *others: huggingface.Row) -> tuple[huggingface.Ro
         *others,
         Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
         Fixed("attention_bias", (False,), False),
-        # `vision` affects only the tokens of images, and this model has only text tokens.
+        # `vision` affects only the tokens of images.
         Fixed("use_bidirectional_attention", (None, "vision")),
         Kept("use_bidirectional_attention"),
     )
@@ -526,6 +533,7 @@ _HUGGINGFACE = HuggingFace(
                 *("model.vision_tower.*", "model.audio_tower.*"),
                 *("model.embed_vision.*", "model.embed_audio.*"),
             ),
+            vision=gemma4_vision.TABLE,
         ),
     ),
 )
@@ -586,6 +594,7 @@ FAMILY = Family(
         Bound("vocab_size_per_layer_input", 262144, 0, why="0 uses model.vocab_size"),
         Bound("num_experts", 128, 0, why="0 adds no experts", axis="experts"),
         *(bound for bound in moe_base.MOE_BOUNDS if bound.key != "num_experts"),
+        *gemma4_vision.BOUNDS,
     ),
     rules=_rules,
     metric_parts=(Experts,),

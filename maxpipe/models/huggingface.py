@@ -329,6 +329,8 @@ class Tensor:
     is_column_block: bool = False
     """Whether the rows are concatenated along the tensor's last dim, instead of its first dim. If
     the name has no `{layer}`, these are the rows of all layers."""
+    is_scalar: bool = False
+    """Whether the tensor has no dims. `dims` then describes it with one dim of size 1."""
 
 
 WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
@@ -346,8 +348,12 @@ class VisionTable:
     """Rows for the other keys of the composite model."""
     tensors: tuple[Tensor, ...]
     is_nested: bool = False
-    """Whether published tensor names begin with `model.language_model` and `model.visual`, instead
-    of `language_model` and `vision_tower`."""
+    """Whether published tensor names begin with `model.language_model` and, for example,
+    `model.visual`, instead of `language_model` and `vision_tower`."""
+    text_keys: tuple[Row, ...] = ()
+    """Rows for additional keys of the language model's config."""
+    other_tensors: tuple[str, ...] = ()
+    """Tensor name patterns of components that maxpipe does not support."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from maxpipe.errors import Code, RuleViolation
-from maxpipe.io.formatting import format_divisors
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import own_keys
 from maxpipe.models.huggingface import (
@@ -22,6 +21,7 @@ from maxpipe.models.huggingface import (
     an_object,
 )
 from maxpipe.models.layers.qwen_vision import FRAMES, QwenVisionTower
+from maxpipe.models.vision_rules import tower_rules
 
 
 @dataclass(
@@ -123,13 +123,7 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(code, f"{section}.mrope_section", rule, action)
     if (tower := vision_tower(config)) is None:
         return
-    if tower.width % tower.num_heads or tower.head_dim % 4:
-        heads = [n for n in range(1, tower.width + 1) if not tower.width % (4 * n)]
-        action = f"Set {section}.num_vision_heads to {format_divisors(tower.width // 4)}."
-        if not heads:
-            action = f"Set {section}.d_vision to a multiple of 4."
-        rule = f"must divide {section}.d_vision ({tower.width}) into heads of a multiple of 4 dims."
-        yield RuleViolation(code, f"{section}.num_vision_heads", rule, action)
+    yield from tower_rules(config, tower)
     if (side := math.isqrt(tower.num_positions)) ** 2 != tower.num_positions:
         rule, action = "must be a square number.", f"{section}.num_position_embeddings={side**2}"
         yield RuleViolation(code, f"{section}.num_position_embeddings", rule, f"Set {action}.")
@@ -141,14 +135,6 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             code, f"{section}.max_pixels", rule, f"Set {section}.max_pixels={least}."
         )
-    if tower.image_token_id >= config.vocab_size:
-        rule = f"must be less than model.vocab_size ({config.vocab_size})."
-        action = f"Set {section}.image_token_id to the ID of the tokenizer's image token."
-        yield RuleViolation(code, f"{section}.image_token_id", rule, action)
-    if config.mtp_heads:
-        rule = "must be 0 in models with a vision tower, because MTP heads cannot predict images."
-        action = f"Set model.mtp_heads=0, or {section}.num_vision_layers=0."
-        yield RuleViolation(code, "model.mtp_heads", rule, action)
 
 
 class _AxialRope:

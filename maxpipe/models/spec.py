@@ -548,7 +548,7 @@ class Ends:
     """Soft cap on the scaled logits: `cap * tanh(logits / cap)`. 0 disables the cap."""
     mtp: Ahead | None = None
     vision: Any = None
-    """`VisionTower` or `QwenVisionTower` that computes the embeddings of images, or None."""
+    """Vision tower that computes the embeddings of images, or None."""
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """Storage paths of the frozen parameters."""
     num_streams: int = 1

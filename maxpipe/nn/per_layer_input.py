@@ -61,7 +61,11 @@ class PerLayerInput(SpecModule):
             scale = context.carried[SCALE]
         from_embedding = context.carried[EMBEDDING] @ project * part.d_model**-0.5
         normed = rms_norm(from_embedding, None, part.input_norm) * scale
-        rows = look_up(self.table[...].astype(dtype), context.inputs["tokens"])
+        tokens, table = context.inputs["tokens"], self.table[...].astype(dtype)
+        rows = look_up(table, tokens)
+        if part.image_token_id is not None:
+            is_image = (tokens == part.image_token_id)[..., None]
+            rows = jnp.where(is_image, jax.lax.stop_gradient(table[part.pad_token_id]), rows)
         total = normed + split.split_tokens(rows) * part.size**0.5
         hidden = jax.nn.gelu(x @ gate, approximate=True) * (total * 2**-0.5)
         return Output(hidden @ out, carried=carried)

@@ -7,26 +7,28 @@ patch attends to. Patches are ordered by squares, and every square becomes one i
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Float, Int, UInt8
 
 from maxpipe.models.layers.qwen_vision import QwenVisionTower
-from maxpipe.nn.vision_layers import cast, layer_norm, normalize_image, transformer_layer
+from maxpipe.nn.vision_layers import (
+    PatchGrid,
+    cast,
+    layer_norm,
+    normalize_image,
+    patch_grid,
+    rotate,
+    rotation_angles,
+    transformer_layer,
+)
 
 Params = dict[str, Any]
 _THETA = 10000.0
-
-
-class _Grid(NamedTuple):
-    """Place of each patch in an image."""
-
-    rows: Int[Array, " P"]
-    columns: Int[Array, " P"]
-    is_used: Bool[Array, " P"]
 
 
 def embed_image(
@@ -40,18 +42,19 @@ def embed_image(
 
     `size` is the number of patches per column and per row.
     """
-    grid = _patch_grid(tower, size)
+    grid = patch_grid(tower, size)
     # All frames of an image are equal, so their kernels are added.
     kernel = params["patches"]["kernel"].astype(dtype).sum(1)
     pixels = normalize_image(patches).astype(dtype)
     x = jnp.einsum("pyxc,cyxw->pw", pixels, kernel) + params["patches"]["bias"].astype(dtype)
     x = x + _positions(tower, params["positions"], grid, size).astype(dtype)
-    angles = _rotation_angles(tower, grid)
+    angles = rotation_angles((grid.rows, grid.columns), tower.head_dim, _THETA)
+    angles = angles.reshape(len(angles), 1, -1)
     layers = cast(params["layers"], dtype)
 
     def run(x: Array, layer: Params) -> tuple[Array, None]:
-        rotate = lambda heads: _rotate(heads, angles)  # noqa: E731
-        return transformer_layer(layer, x, tower.norm_epsilon, rotate, grid.is_used), None
+        turn = partial(rotate, angles=angles)
+        return transformer_layer(layer, x, tower.norm_epsilon, turn, grid.is_used), None
 
     ends = [0, *(index + 1 for index in tower.deepstack_layers), tower.num_layers]
     merged = list[Array]()
@@ -75,18 +78,8 @@ def _merge(params: Params, squares: Float[Array, "K M"], dtype: jnp.dtype) -> Fl
     return jnp.einsum("kn,nd->kd", hidden, weights["down"]) + weights["down_bias"]
 
 
-def _patch_grid(tower: QwenVisionTower, size: Int[Array, " 2"]) -> _Grid:
-    """Return the row and the column of each patch, which the order by squares determines."""
-    side, number = tower.merge_size, jnp.arange(tower.num_patches)
-    square, inside = number // side**2, number % side**2
-    per_row = jnp.maximum(size[1] // side, 1)
-    rows = square // per_row * side + inside // side
-    columns = square % per_row * side + inside % side
-    return _Grid(rows, columns, number < size[0] * size[1])
-
-
 def _positions(
-    tower: QwenVisionTower, table: Float[Array, "L W"], grid: _Grid, size: Int[Array, " 2"]
+    tower: QwenVisionTower, table: Float[Array, "L W"], grid: PatchGrid, size: Int[Array, " 2"]
 ) -> Float[Array, "P W"]:
     """Return the learned positions, interpolated between the four closest positions in float32.
 
@@ -116,18 +109,3 @@ def _interpolated(
     place = places.astype(jnp.float32) * (side - 1) / jnp.maximum(count - 1, 1)
     low = jnp.floor(place)
     return jnp.clip(low.astype(jnp.int32), 0, side - 1), place - low
-
-
-def _rotation_angles(tower: QwenVisionTower, grid: _Grid) -> Float[Array, "P half"]:
-    """Return the angles of the pairs of dims: rows rotate the first half, columns the second."""
-    dims = tower.head_dim // 2
-    frequencies = _THETA ** -(jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
-    parts = [places[:, None] * frequencies for places in (grid.rows, grid.columns)]
-    return jnp.concatenate(parts, axis=-1)
-
-
-def _rotate(x: Float[Array, "P N H"], angles: Float[Array, "P half"]) -> Float[Array, "P N H"]:
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

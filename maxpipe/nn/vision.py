@@ -14,17 +14,24 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from maxpipe.models.layers.gemma4_vision import Gemma4VisionTower
 from maxpipe.models.layers.qwen_vision import QwenVisionTower
 from maxpipe.models.layers.vision import VisionTower
-from maxpipe.nn.qwen_vision import embed_image
-from maxpipe.nn.vision_layers import cast, layer_norm, normalize_image, transformer_layer
+from maxpipe.nn import gemma4_vision, qwen_vision
+from maxpipe.nn.vision_layers import (
+    cast,
+    layer_norm,
+    normalize_image,
+    rms_norm,
+    transformer_layer,
+)
 from maxpipe.parallel.batch_arrays import IMAGE_GRIDS, IMAGES
 
 Params = dict[str, Any]
 
 
 def image_embeddings(
-    tower: VisionTower | QwenVisionTower,
+    tower: VisionTower | QwenVisionTower | Gemma4VisionTower,
     params: Params,
     images: Mapping[str, Array],
     dtype: jnp.dtype,
@@ -37,7 +44,11 @@ def image_embeddings(
 
     def run(image: Mapping[str, Array]) -> Float[Array, "K F"]:
         if isinstance(tower, QwenVisionTower):
-            return embed_image(tower, params, image[IMAGES], image[IMAGE_GRIDS], dtype)
+            arrays = image[IMAGES], image[IMAGE_GRIDS]
+            return qwen_vision.embed_image(tower, params, *arrays, dtype)
+        if isinstance(tower, Gemma4VisionTower):
+            arrays = image[IMAGES], image[IMAGE_GRIDS]
+            return gemma4_vision.embed_image(tower, params, *arrays, dtype)
         return _embed_image(tower, params, image[IMAGES], dtype)
 
     return jax.lax.map(jax.checkpoint(run), dict(images))
@@ -56,7 +67,8 @@ def _embed_image(
     side, group = tower.tokens_per_side, tower.patches_per_side // tower.tokens_per_side
     squares = x.reshape(side, group, side, group, tower.width).astype(jnp.float32)
     pooled = squares.mean((1, 3)).reshape(tower.tokens_per_image, tower.width).astype(dtype)
-    normed = _rms_norm(tower, params["projector"]["norm"], pooled)
+    scale = 1.0 + params["projector"]["norm"].astype(jnp.float32)
+    normed = rms_norm(scale, pooled, tower.norm_epsilon)
     return jnp.einsum("kw,wd->kd", normed, params["projector"]["kernel"].astype(dtype))
 
 
@@ -70,12 +82,3 @@ def _patch_embeddings(
     kernel, bias = (params["patches"][name].astype(dtype) for name in ("kernel", "bias"))
     embedded = jnp.einsum("pcyx,cyxw->pw", patches, kernel) + bias
     return embedded + params["positions"].astype(dtype)
-
-
-def _rms_norm(
-    tower: VisionTower, scale: Float[Array, " W"], x: Float[Array, "K W"]
-) -> Float[Array, "K W"]:
-    wide = x.astype(jnp.float32)
-    mean = jnp.square(wide).mean(-1, keepdims=True)
-    normed = wide * jax.lax.rsqrt(mean + tower.norm_epsilon)
-    return (normed * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)

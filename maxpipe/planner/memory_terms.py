@@ -363,8 +363,8 @@ def image_bytes(sizes: Sizes) -> float:
     count, tower = sizes.config.data.max_images_per_sequence, sizes.model.ends.vision
     if not count or tower is None:
         return 0.0
-    # The number of remaining image tokens, and three positions for images of different sizes.
-    tokens = (16 if tower.has_grids else 4) * sizes.config.train.sequence_length
+    # The number of remaining image tokens, and 3-D positions if the model has them.
+    tokens = (16 if tower.has_rotary_positions else 4) * sizes.config.train.sequence_length
     return float(sizes.batch.per_device * (count * math.prod(tower.image_shape) + tokens))
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
+from maxpipe.models.layers.gemma4_vision import Gemma4VisionTower
 from maxpipe.models.layers.qwen_vision import QwenVisionTower
 from maxpipe.models.layers.vision import VISION, VisionTower
 from maxpipe.nn.vision import image_embeddings
@@ -34,7 +35,7 @@ _EVERYWHERE = PartitionSpec()
 class ImageFeatures:
     """Computation of image embeddings and of the gradients of the vision tower on a mesh."""
 
-    tower: VisionTower | QwenVisionTower
+    tower: VisionTower | QwenVisionTower | Gemma4VisionTower
     max_images: int
     """Number of images per sequence in a batch."""
     mesh: Mesh

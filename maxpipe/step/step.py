@@ -238,6 +238,7 @@ class Steps(StateLayout):
         }
         if images.tower.has_grids:
             arrays[IMAGE_GRIDS] = array((*count, 2), jnp.int32)
+        if images.tower.has_rotary_positions:
             arrays[ROTARY_POSITIONS] = array((*shape, 3), jnp.int32)
         return arrays
 

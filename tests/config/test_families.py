@@ -233,10 +233,15 @@ def test_duplicate_keys_in_override_are_rejected(override: str, key: str) -> Non
         ("qwen3.mrope_section=[24]", "qwen3.mrope_section", "three numbers"),
         ("qwen3.image_token_id=151936", "qwen3.image_token_id", "less than model.vocab_size"),
         ("mtp_heads=1", "mtp_heads", "cannot predict images"),
+        ("gemma4.num_vision_heads=5", "gemma4.num_vision_heads", "multiple of 4 dims"),
+        ("gemma4.max_soft_tokens=5000", "gemma4.num_position_embeddings", "at least 15000"),
+        ("gemma4.image_token_id=262144", "gemma4.image_token_id", "less than model.vocab_size"),
+        ("gemma4.per_layer_pad_token_id=262144", "gemma4.per_layer_pad_token_id", "less than"),
     ],
 )
 def test_invalid_vision_keys_are_errors(setting: str, key: str, rule: str) -> None:
+    name = "gemma4-e2b-images" if setting.startswith("gemma4.") else "qwen3-vl-4b"
     with pytest.raises(ConfigError) as error:
-        load(["qwen3-vl-4b", "train.steps=1", f"model.{setting}"])
+        load([name, "train.steps=1", f"model.{setting}"])
     found = next(each for each in error.value.problems if each.where.endswith(f"model.{key}"))
     assert found.code == Code.MODEL_IMAGES and rule in found.rule

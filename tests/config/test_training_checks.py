@@ -34,7 +34,7 @@ def keys(*arguments: str) -> list[str]:
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
 def test_shipped_models_require_tokenizer_and_data(every: int):
-    assert len(LARGE) == 96
+    assert len(LARGE) == 98
     for name in LARGE[::every]:
         assert keys(name) == ["tokenizer.kind", "data.source"]
         assert keys(name, *DATA) == ["tokenizer.kind"]

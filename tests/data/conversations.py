@@ -76,6 +76,29 @@ GEMMA = """\
     {{- '<start_of_turn>model\\n' }}
 {%- endif %}
 """
+GEMMA4 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+            {{- message.content if message.content is string else message.content[0].text }}
+            {{- '<|im_end|>' }}
+        {%- endgeneration %}
+    {%- elif message.content is string %}
+        {{- message.content + '<|im_end|>' }}
+    {%- else %}
+        {%- for part in message.content %}
+            {{- '\\n\\n<|image|>\\n\\n' if part.type == 'image' else part.text }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 QWEN_VL = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -103,6 +126,7 @@ QWEN_VL = """\
 {%- endif %}
 """
 QWEN_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+GEMMA4_TOKENS = ("<|image>", "<|image|>", "<image|>", "<|video|>")
 IMAGE_TOKENS = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL}
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -21,11 +21,22 @@ from maxpipe.data.inspect_batch import inspect_sequence
 from maxpipe.data.loader import Datasets
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import Code, ConfigError
-from tests.data.conversations import QWEN_TOKENS, QWEN_VL, make_tokenizer, write_records
+from tests.data.conversations import (
+    GEMMA4,
+    GEMMA4_TOKENS,
+    QWEN_TOKENS,
+    QWEN_VL,
+    make_tokenizer,
+    write_records,
+)
 from tests.data.test_images import ANSWER, encode, make_png, question
 
 PATCH, LEAST, MOST, TOKENS = 4, 128, 1024, 128
-UNIT = 2 * PATCH
+UNIT, SOFT_TOKENS = 2 * PATCH, 70
+SMALL = {
+    **{"num_layers": 2, "d_model": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4},
+    **{"d_mlp": 8, "vocab_size": 512},
+}
 FORM = PatchFormat(PATCH, 2, LEAST, MOST, 0, "qwen3_5")
 
 
@@ -35,7 +46,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(folder, QWEN_VL, QWEN_TOKENS)
 
 
-def config_of(tokenizer: Path, records: Path, *more: str, images: int = 2) -> Config:
+def qwen_model(tokenizer: Path) -> dict[str, Any]:
+    """Return the `model` section of a Qwen3.5 model with images."""
     opened = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(tokenizer)))
     begin, token, end, video = (opened.special_tokens[name] for name in QWEN_TOKENS)
     tower = {
@@ -44,13 +56,33 @@ def config_of(tokenizer: Path, records: Path, *more: str, images: int = 2) -> Co
         **{"max_pixels": MOST, "image_token_id": token, "image_begin_token_id": begin},
         **{"image_end_token_id": end, "video_token_id": video, "full_attention_interval": 2},
     }
+    return {"family": "qwen3_5", **SMALL, "qwen3_5": tower}
+
+
+def gemma4_model(tokenizer: Path) -> dict[str, Any]:
+    """Return the `model` section of a Gemma 4 model with images."""
+    opened = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(tokenizer)))
+    begin, token, end, video = (opened.special_tokens[name] for name in GEMMA4_TOKENS)
+    tower = {
+        **{"num_vision_layers": 1, "d_vision": 8, "num_vision_heads": 2, "d_vision_mlp": 8},
+        **{"patch_size": PATCH, "max_soft_tokens": SOFT_TOKENS, "image_token_id": token},
+        **{"image_begin_token_id": begin, "image_end_token_id": end, "video_token_id": video},
+        "global_head_dim": 4,
+    }
+    return {"family": "gemma4", **SMALL, "tied_embeddings": True, "gemma4": tower}
+
+
+def config_of(
+    tokenizer: Path,
+    records: Path,
+    *more: str,
+    images: int = 2,
+    model: Any = qwen_model,
+    length: int = TOKENS,
+) -> Config:
     known = {
-        "model": {
-            **{"family": "qwen3_5", "num_layers": 2, "d_model": 8, "num_heads": 2},
-            **{"num_kv_heads": 1, "head_dim": 4, "d_mlp": 8, "vocab_size": 512},
-            "qwen3_5": tower,
-        },
-        "train": {"objective": "sft", "steps": 1, "batch_size": 2, "sequence_length": TOKENS},
+        "model": model(tokenizer),
+        "train": {"objective": "sft", "steps": 1, "batch_size": 2, "sequence_length": length},
         "data": {
             **{"source": "jsonl", "path": str(records), "chat": "messages"},
             **{"validation_fraction": 0.0, "long_conversations": "drop"},
@@ -68,6 +100,14 @@ def open_records(
 ) -> Datasets:
     path = write_records(folder / "records.jsonl", records)
     return build_datasets(config_of(tokenizer, path, *more, images=images), lambda: None)
+
+
+def open_gemma4_records(
+    tokenizer: Path, folder: Path, records: list[Any], *more: str, images: int = 2
+) -> Datasets:
+    path = write_records(folder / "records.jsonl", records)
+    options: dict[str, Any] = {"images": images, "model": gemma4_model, "length": 1024}
+    return build_datasets(config_of(tokenizer, path, *more, **options), lambda: None)
 
 
 def error_of(tokenizer: Path, folder: Path, record: Any, *more: str) -> Any:
@@ -153,6 +193,41 @@ def test_sizes_are_multiples_within_the_limits(
     found = resized_shape(*size, FORM)
     assert found == wanted
     assert not any(side % UNIT for side in found) and LEAST <= found[0] * found[1] <= MOST
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        ((100, 100), (96, 96)),
+        ((5, 3), (120, 72)),
+        ((1000, 900), (96, 84)),
+        ((400, 3), (840, 12)),
+        ((30, 400), (24, 360)),
+        ((1, 9), (24, 300)),
+    ],
+)
+def test_sizes_of_gemma4_are_the_largest(size: tuple[int, int], wanted: tuple[int, int]) -> None:
+    form = PatchFormat(PATCH, 3, 0, 12**2 * SOFT_TOKENS, 0, "gemma4", has_rotary_positions=False)
+    assert resized_shape(*size, form) == wanted
+    assert resized_shape(*size[::-1], form) == wanted[::-1]
+
+
+def test_gemma4_has_no_rotary_positions(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", GEMMA4, GEMMA4_TOKENS)
+    (tmp_path / "a.png").write_bytes(make_png(size=(8, 4)))
+    record = {"messages": [question({"path": "a.png"}), ANSWER]}
+    datasets = open_gemma4_records(tokenizer, tmp_path, [record])
+    batch = datasets.train.batch(0)
+    assert "rotary_positions" not in batch and batch["images"].shape[2:] == (630, PATCH, PATCH, 3)
+    np.testing.assert_array_equal(batch["image_grids"][0], [(15, 33), (0, 0)])
+    assert batch["image_tokens_left"][0].max() == 55
+    (segment,) = inspect_sequence(datasets.train, datasets.tokenizer, 0, 0).segments
+    text = "".join(piece.text for piece in segment.pieces)
+    assert "\n\n<|image>[image of 55 tokens]<image|>\n\n" in text
+    for token in GEMMA4_TOKENS[:3]:
+        spelled = {"messages": [question({"path": "a.png"}, text=token), ANSWER]}
+        with pytest.raises(ConfigError, match="once for each of its 1 images"):
+            open_gemma4_records(tokenizer, tmp_path, [spelled])
 
 
 def test_patches_are_padded() -> None:

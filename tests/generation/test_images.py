@@ -20,9 +20,12 @@ from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.parallel.sharding import AxisRules, auto_mesh
 from tests.pipeline.test_images import TOWER, case_of
-from tests.pipeline.test_qwen_images import QWEN3_5, QWEN3_VL
-from tests.pipeline.test_qwen_images import case_of as qwen_case
+from tests.pipeline.test_patch_images import GEMMA4, GEMMA4_SMALL, QWEN3_5, QWEN3_VL
+from tests.pipeline.test_patch_images import case_of as patch_case
 
+IMAGE_MODELS = {
+    **{"qwen3_5": QWEN3_5, "qwen3": QWEN3_VL, "gemma4": GEMMA4, "gemma4_small": GEMMA4_SMALL}
+}
 NEW, K = 4, TOWER.tokens_per_image
 
 
@@ -63,10 +66,11 @@ def greedy(decoder: Decoder, params: Any, prompt: Prompt) -> Generated:
             left[: len(prompt.images.tokens_left)] = prompt.images.tokens_left
             arrays = {"images": prompt.images.pixels[None], "image_tokens_left": left[None]}
             batch |= arrays
-            if prompt.images.grids is not None and prompt.images.rotary_positions is not None:
+            if prompt.images.grids is not None:
+                batch["image_grids"] = prompt.images.grids[None]
+            if prompt.images.rotary_positions is not None:
                 rotary = prompt.images.rotary_positions
                 more = rotary[-1] + np.arange(1, count - len(rotary) + 1)[:, None]
-                batch["image_grids"] = prompt.images.grids[None]
                 batch["rotary_positions"] = np.concatenate([rotary, more])[None]
         placed = jax.tree.map(jax.numpy.asarray, batch)
         scores = jax.nn.log_softmax(decoder.apply(params, placed)[0, -1])
@@ -75,7 +79,7 @@ def greedy(decoder: Decoder, params: Any, prompt: Prompt) -> Generated:
     return Generated(np.array(ids[len(prompt.ids) :]), np.array(logprobs))
 
 
-def make_qwen_prompts() -> list[Prompt]:
+def make_patch_prompts(*, has_rotary_positions: bool) -> list[Prompt]:
     """Return prompts as `make_prompts` does, with images of different sizes."""
     form = PatchFormat(2, 2, 16, 96, 0, "qwen3_5")
     random, prompts = np.random.default_rng(5), []
@@ -90,7 +94,8 @@ def make_qwen_prompts() -> list[Prompt]:
             left[begin : begin + count] = np.arange(count, 0, -1)
         pixels = random.integers(0, 256, (len(placed), 24, 2, 2, 3), np.uint8)
         grids = np.array(list(placed.values()), np.int32).reshape(-1, 2)
-        images = PromptImages(pixels, left, grids, rotary_positions(left, grids, form))
+        rotary = rotary_positions(left, grids, form) if has_rotary_positions else None
+        images = PromptImages(pixels, left, grids, rotary)
         prompts.append(Prompt(number, "", ids.tolist(), images if placed else None))
     return prompts
 
@@ -124,10 +129,11 @@ def test_images_in_prompts(axes: dict[str, Any]) -> None:
     np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=1e-4)
 
 
-@pytest.mark.parametrize("own", [QWEN3_5, QWEN3_VL], ids=["qwen3_5", "qwen3"])
+@pytest.mark.parametrize("own", IMAGE_MODELS.values(), ids=IMAGE_MODELS)
 def test_images_of_different_sizes(own: Any) -> None:
-    config = qwen_case(own=own).model
-    found, wanted = decode(config, make_qwen_prompts(), ici_tensor=2)
+    config = patch_case(own=own).model
+    prompts = make_patch_prompts(has_rotary_positions=config.family != "gemma4")
+    found, wanted = decode(config, prompts, ici_tensor=2)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
     np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=1e-4)
 

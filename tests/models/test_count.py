@@ -173,6 +173,8 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("gemma4-26b-a4b", 25_233_141_790),
         # As counted by transformers, with one scalar per layer.
         ("gemma4-e2b", 4_628_569_344 + 35),
+        ("gemma4-e2b-images", 4_628_569_344 + 35 + 168_544_704),
+        ("gemma4-26b-a4b-images", 25_233_141_790 + 572_794_416),
         ("gemma4-e4b", 7_463_013_376 + 42),
         ("gemma3-270m", 268_098_176),
         ("gemma3-1b", 999_885_952),

@@ -31,6 +31,10 @@ class PerLayerInput(Part):
     input_norm: RMSNorm
     is_first: bool = False
     """Whether the sublayer stores the scale of `input_norm`."""
+    image_token_id: int | None = None
+    """Token ID of image tokens, or None for a model without images."""
+    pad_token_id: int = 0
+    """Token ID whose row in the table image tokens use. They do not train this row."""
 
     @property
     def params(self) -> Mapping[str, Param]:

@@ -1,74 +1,45 @@
 """Vision tower of Qwen3-VL and Qwen3.5 for images of different sizes, as a spec without jax.
 
 `QwenVisionTower` declares the parameters under the name `vision`. `maxpipe.nn.qwen_vision` computes
-the image embeddings. An image is a list of square patches, followed by unused patches.
+the image embeddings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from maxpipe.models.layers.vision import CHANNELS, VISION
+from maxpipe.models.layers.patch_tower import PatchTower, stacked
+from maxpipe.models.layers.vision import CHANNELS, VISION, bias
 from maxpipe.models.spec import Constant, Dims, Normal, Param
 
 FRAMES = 2
 """Number of video frames per patch. An image consists of equal frames."""
 
 
-@dataclass(frozen=True)
-class QwenVisionTower:
+@dataclass(frozen=True, kw_only=True)
+class QwenVisionTower(PatchTower):
     """A vision transformer with 2-D rotary positions and a merger of patches (arXiv:2511.21631).
 
     The transformer has pre-norms with biases, learned positions that are interpolated to the grid
-    of an image, and attention between all patches of an image. The merger concatenates squares of
-    patches and applies an MLP. Further mergers read the outputs of some layers (DeepStack,
-    arXiv:2406.04334).
+    of an image, and attention between all patches of an image. The learned positions form a square
+    grid. The merger concatenates squares of patches and applies an MLP. Further mergers read the
+    outputs of some layers (DeepStack, arXiv:2406.04334).
     """
 
-    d_model: int
-    """Width of the language model."""
-    width: int
-    """Width of the tower."""
-    num_layers: int
-    num_heads: int
-    d_mlp: int
-    patch_size: int
-    """Height and width of a patch in pixels."""
-    merge_size: int
-    """Height and width in patches of the square that becomes one image embedding."""
-    num_positions: int
-    """Number of learned positions, which form a square grid."""
-    min_pixels: int
-    """Minimum number of pixels of a resized image."""
-    max_pixels: int
-    """Maximum number of pixels of a resized image."""
-    image_token_id: int
-    """Token ID of the positions whose embeddings are replaced."""
-    image_begin_token_id: int
-    """Token ID that precedes the tokens of an image."""
-    image_end_token_id: int
-    """Token ID that follows the tokens of an image."""
-    video_token_id: int
-    """Token ID of video embeddings, which are not supported."""
     deepstack_layers: tuple[int, ...] = ()
     """Indices of the layers whose outputs are merged into additional embeddings. The n-th of these
     embeddings is added to the output of the n-th layer of the language model."""
-    norm_epsilon: float = 1e-6
 
     @property
-    def head_dim(self) -> int:
-        return self.width // self.num_heads
+    def has_rotary_positions(self) -> bool:
+        """Return whether the tokens of the language model have 3-D positions."""
+        return True
 
     @property
-    def tokens_per_image(self) -> int:
-        """Return the maximum number of image embeddings of an image."""
-        return self.max_pixels // (self.merge_size * self.patch_size) ** 2
-
-    @property
-    def num_patches(self) -> int:
-        """Return the maximum number of patches of an image."""
-        return self.tokens_per_image * self.merge_size**2
+    def placeholder(self) -> tuple[int, ...]:
+        """Return the token IDs that chat templates render for an image."""
+        return (self.image_begin_token_id, self.image_token_id, self.image_end_token_id)
 
     @property
     def merged_width(self) -> int:
@@ -81,16 +52,6 @@ class QwenVisionTower:
         return self.d_model * (1 + len(self.deepstack_layers))
 
     @property
-    def image_shape(self) -> tuple[int, int, int, int]:
-        """Return the shape of an image: patches, height, width and channels."""
-        return (self.num_patches, self.patch_size, self.patch_size, CHANNELS)
-
-    @property
-    def has_grids(self) -> bool:
-        """Return whether images have different sizes, and tokens have 3-D positions."""
-        return True
-
-    @property
     def params(self) -> Mapping[tuple[str, ...], Param]:
         """Return the parameters, keyed by storage path. Layers are stacked along the first dim."""
         width, size = (self.width, "embed"), (self.patch_size, "vision")
@@ -98,14 +59,14 @@ class QwenVisionTower:
         kernel = Normal(CHANNELS * FRAMES * self.patch_size**2)
         params = {
             ("patches", "kernel"): Param(((CHANNELS, "vision"), frames, size, size, width), kernel),
-            ("patches", "bias"): _bias((width,)),
+            ("patches", "bias"): bias((width,)),
             ("positions",): Param(((self.num_positions, "vision"), width), Normal(self.width)),
         }
-        params |= _stacked("layers", self.num_layers, self._layer_params)
+        params |= stacked("layers", self.num_layers, self._layer_params)
         params |= {("merger", *name): param for name, param in self._merger(width).items()}
         if self.deepstack_layers:
             merger = self._merger((self.merged_width, "vision"))
-            params |= _stacked("deepstack", len(self.deepstack_layers), merger)
+            params |= stacked("deepstack", len(self.deepstack_layers), merger)
         return {(VISION, *name): param for name, param in params.items()}
 
     def _merger(self, normed: tuple[int, str]) -> dict[tuple[str, ...], Param]:
@@ -114,9 +75,9 @@ class QwenVisionTower:
         return {
             **_norm("norm", normed),
             ("up",): Param((contracted, merged), Normal(self.merged_width)),
-            ("up_bias",): _bias((merged,)),
+            ("up_bias",): bias((merged,)),
             ("down",): Param((contracted, (self.d_model, "norm")), Normal(self.merged_width)),
-            ("down_bias",): _bias(((self.d_model, "norm"),)),
+            ("down_bias",): bias(((self.d_model, "norm"),)),
         }
 
     @property
@@ -128,28 +89,17 @@ class QwenVisionTower:
         params = _norm("attention_norm", width)
         for name in ("query", "key", "value"):
             params["attention", name] = Param((width, *heads), Normal(self.width))
-            params["attention", f"{name}_bias"] = _bias(heads)
+            params["attention", f"{name}_bias"] = bias(heads)
         params["attention", "out"] = Param((*heads, width), Normal(self.width, gain))
-        params["attention", "out_bias"] = _bias((width,))
+        params["attention", "out_bias"] = bias((width,))
         params |= _norm("mlp_norm", width)
         params["mlp", "up"] = Param((width, mlp), Normal(self.width))
-        params["mlp", "up_bias"] = _bias((mlp,))
+        params["mlp", "up_bias"] = bias((mlp,))
         params["mlp", "down"] = Param((mlp, width), Normal(self.d_mlp, gain))
-        params["mlp", "down_bias"] = _bias((width,))
+        params["mlp", "down_bias"] = bias((width,))
         return params
-
-
-def _stacked(
-    name: str, count: int, params: Mapping[tuple[str, ...], Param]
-) -> dict[tuple[str, ...], Param]:
-    dims = (count, "vision")
-    return {(name, *key): replace(param, dims=(dims, *param.dims)) for key, param in params.items()}
 
 
 def _norm(name: str, dim: tuple[int, str]) -> dict[tuple[str, ...], Param]:
     scale = Param((dim,), Constant(1.0), decays=False)
-    return {(name, "scale"): scale, (name, "bias"): _bias((dim,))}
-
-
-def _bias(dims: Dims) -> Param:
-    return Param(dims, Constant(0.0), decays=False)
+    return {(name, "scale"): scale, (name, "bias"): bias((dim,))}

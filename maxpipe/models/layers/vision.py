@@ -71,8 +71,18 @@ class VisionTower:
 
     @property
     def has_grids(self) -> bool:
-        """Return whether images have different sizes, and tokens have 3-D positions."""
+        """Return whether images have different sizes."""
         return False
+
+    @property
+    def has_rotary_positions(self) -> bool:
+        """Return whether the tokens of the language model have 3-D positions."""
+        return False
+
+    @property
+    def placeholder(self) -> tuple[int, ...]:
+        """Return the token IDs that chat templates render for an image."""
+        return (self.image_begin_token_id,)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -87,7 +97,7 @@ class VisionTower:
         positions = ((self.num_patches, "vision"), width)
         params = {
             ("patches", "kernel"): Param(patch, Normal(CHANNELS * size**2)),
-            ("patches", "bias"): _bias((width,)),
+            ("patches", "bias"): bias((width,)),
             ("positions",): Param(positions, Normal(self.width)),
         }
         stack = (self.num_layers, "vision")
@@ -102,7 +112,7 @@ class VisionTower:
     @property
     def _norm(self) -> Mapping[str, Param]:
         width: Dims = ((self.width, "embed"),)
-        return {"scale": Param(width, Constant(1.0), decays=False), "bias": _bias(width)}
+        return {"scale": Param(width, Constant(1.0), decays=False), "bias": bias(width)}
 
     @property
     def _layer_params(self) -> Mapping[tuple[str, ...], Param]:
@@ -114,16 +124,17 @@ class VisionTower:
         params |= {("attention_norm", name): param for name, param in self._norm.items()}
         for name in ("query", "key", "value"):
             params["attention", name] = Param((width, *heads), Normal(self.width))
-            params["attention", f"{name}_bias"] = _bias(heads)
+            params["attention", f"{name}_bias"] = bias(heads)
         params["attention", "out"] = Param((*heads, width), Normal(self.width, gain))
-        params["attention", "out_bias"] = _bias((width,))
+        params["attention", "out_bias"] = bias((width,))
         params |= {("mlp_norm", name): param for name, param in self._norm.items()}
         params["mlp", "up"] = Param((width, mlp), Normal(self.width))
-        params["mlp", "up_bias"] = _bias((mlp,))
+        params["mlp", "up_bias"] = bias((mlp,))
         params["mlp", "down"] = Param((mlp, width), Normal(self.d_mlp, gain))
-        params["mlp", "down_bias"] = _bias((width,))
+        params["mlp", "down_bias"] = bias((width,))
         return params
 
 
-def _bias(dims: Dims) -> Param:
+def bias(dims: Dims) -> Param:
+    """Return a bias."""
     return Param(dims, Constant(0.0), decays=False)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxpipe.models.gemma4 import Gemma4Config
 from maxpipe.models.qwen3 import Qwen3Config
 from maxpipe.models.qwen3_5 import Qwen35Config
 from maxpipe.nn.decoder import Decoder
@@ -38,6 +39,30 @@ QWEN3_5 = Qwen35Config(
     **TOWER,
 )
 QWEN3_VL = Qwen3Config(deepstack_visual_indexes=[0, 1], mrope_section=[1, 1, 0], **TOWER)
+GEMMA4 = Gemma4Config(
+    sliding_window=5,
+    sliding_window_pattern=2,
+    global_head_dim=8,
+    num_vision_layers=2,
+    d_vision=16,
+    num_vision_heads=2,
+    d_vision_mlp=12,
+    patch_size=2,
+    pooling_kernel_size=2,
+    max_soft_tokens=6,
+    num_position_embeddings=12,
+    image_token_id=29,
+    bidirectional_images=True,
+    standardize_images=True,
+)
+GEMMA4_SMALL = replace(
+    GEMMA4,
+    hidden_size_per_layer_input=4,
+    num_kv_shared_layers=2,
+    use_clipped_linears=True,
+    standardize_images=False,
+    bidirectional_images=False,
+)
 WITH_IMAGES = Case(own=QWEN3_5, images=2, length=24, tied=True, epsilon=1e-2, layers=4)
 FROZEN_TOWER = ("vision.patches.*", "vision.positions", "vision.layers.*")
 
@@ -55,6 +80,10 @@ CASES = [
     case_of(own=QWEN3_VL, stages=4, microbatches=4, tensor=2, schedule="zb_h1"),
     case_of(own=QWEN3_VL, stages=2, microbatches=2, outside=1, fsdp=2, schedule="1f1b"),
     case_of(own=QWEN3_VL, stages=2, repeats=2, microbatches=2, frozen=FROZEN_TOWER),
+    case_of(own=GEMMA4, stages=2, microbatches=2, fsdp=2, schedule="1f1b"),
+    case_of(own=GEMMA4, stages=2, repeats=2, microbatches=2, frozen=FROZEN_TOWER),
+    case_of(own=GEMMA4_SMALL, stages=2, microbatches=2, fsdp=2, schedule="1f1b"),
+    case_of(own=GEMMA4_SMALL, stages=2, microbatches=2, outside=1, schedule="zb_h1"),
 ]
 
 
@@ -83,8 +112,9 @@ def test_documents_of_a_sequence_are_independent() -> None:
     assert np.abs(np.asarray(jax.jit(decoder.apply)(params, wrong)) - found).max() > 1e-4
 
 
-def test_unused_patches_have_no_influence() -> None:
-    case = case_of()
+@pytest.mark.parametrize("own", [QWEN3_5, GEMMA4], ids=["qwen3_5", "gemma4"])
+def test_unused_patches_have_no_influence(own: Any) -> None:
+    case = case_of(own=own)
     batch = batch_of(3, case=case)
     decoder = Decoder(case.model, AxisRules.from_config(MeshConfig()))
     params = jax.jit(decoder.init)(jax.random.key(1))
