@@ -200,7 +200,7 @@ def _moved(kernel: KernelSchedule, sizes: Any, steps: float, inner_tiles: int) -
     return total
 
 
-RECURRENCE = r"recurrence_(?:forward|backward)"
+RECURRENCE = r"recurrence_(?:convolution_)?(?:forward|backward)"
 
 
 def recurrence_cycles(kernel: KernelSchedule, hardware: Any, num_cores: int) -> float:

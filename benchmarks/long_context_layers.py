@@ -149,7 +149,7 @@ class Sublayer:
         """
         import jax
 
-        from maxpipe.nn import recurrent_kernels
+        from maxpipe.nn import convolution_kernel, recurrent_kernels
 
         calls: list[tuple[Any, Any]] = []
 
@@ -163,8 +163,9 @@ class Sublayer:
 
         folder = tempfile.TemporaryDirectory()
         write_schedules(Path(folder.name))
-        for name in ("forward", "backward"):
-            setattr(recurrent_kernels, name, record(getattr(recurrent_kernels, name)))
+        for module in (convolution_kernel, recurrent_kernels):
+            for name in ("forward", "backward"):
+                setattr(module, name, record(getattr(module, name)))
         self.lower()
         for kernel, shapes in calls:
             with jax.set_mesh(jax.tree.leaves(shapes)[0].sharding.mesh):

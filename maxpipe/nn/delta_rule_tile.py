@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.layers.recurrent import Recurrent
+from maxpipe.nn import convolution_kernel
 from maxpipe.nn import recurrent_kernels as kernels
 from maxpipe.nn.module import rms_norm
 from maxpipe.nn.recurrent_kernels import Matrices, matmul
@@ -37,7 +38,8 @@ def supports_delta_rule(part: Recurrent, tokens: int) -> bool:
     chunk.
     """
     whole = all(size % kernels.LANES == 0 for size in part.state_shape[2:])
-    return whole and tokens >= part.chunk and delta_rule_stack(part) <= _MAX_STACK
+    convolved = convolution_kernel.supports(part.kernel, bias=False)
+    return whole and convolved and tokens >= part.chunk and delta_rule_stack(part) <= _MAX_STACK
 
 
 def stacked_rows(

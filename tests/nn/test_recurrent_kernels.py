@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.nn import chunked_scan, gated_delta, kda, mamba2, recurrent_kernels
+from maxpipe.nn import chunked_scan, convolution_kernel, gated_delta, kda, mamba2, recurrent_kernels
 from tests.model import test_delta, test_kda, test_mamba2
 from tests.model.recurrent import Params
 
@@ -55,6 +55,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         run = listed(name, getattr(recurrent_kernels, name))
         monkeypatch.setattr(recurrent_kernels, name, run)
     monkeypatch.setattr(recurrent_kernels, "LANES", LANES)
+    monkeypatch.setattr(convolution_kernel, "HALO", 4)
+    monkeypatch.setattr(convolution_kernel, "_BLOCK", 8)
+    monkeypatch.setattr(convolution_kernel, "_ROWS", 4)
     monkeypatch.setattr(chunked_scan, "has_tpu_devices", lambda: True)
     jax.clear_caches()
     yield calls
