@@ -323,7 +323,7 @@ def _activate(part: Columns, total: Float[Array, "R w"]) -> tuple[Array, Array, 
     """Return SiLU of the convolution with a norm. Other results are the sigmoid, SiLU and the
     factor of the norm.
     """
-    sigmoid = 0.5 * jnp.tanh(0.5 * total) + 0.5
+    sigmoid = recurrent_kernels.sigmoid(total)
     value = total * sigmoid
     if not part.norm:
         return value, sigmoid, value, None

@@ -141,7 +141,7 @@ class GatedDeltaTile:
             wide = wide.astype(gate.dtype).astype(jnp.float32)
         wide = (wide * scale).astype(gate.dtype).astype(jnp.float32)
         gate = gate.astype(jnp.float32)
-        return wide * gate / (1.0 + jnp.exp(-gate))
+        return wide * gate * kernels.sigmoid(gate)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class KimiDeltaTile:
             for key, written, since, state in zip(*parts, states, strict=True)
         ]
         read = rms_norm(read, None, self.norm) * (self.norm.offset + norm.astype(jnp.float32))
-        return kernels.unstack(read / (1.0 + jnp.exp(-gate)), self.heads), after
+        return kernels.unstack(read * kernels.sigmoid(gate), self.heads), after
 
     def _scores(self, query: Array, key: Array, forget: Array) -> tuple[Array, Array]:
         """Return the scores of queries and of keys with earlier keys, and with decay. Those of

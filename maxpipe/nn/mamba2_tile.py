@@ -49,7 +49,7 @@ class Mamba2Tile:
             )
             gate = gate.astype(jnp.float32)
             read += value.astype(jnp.float32) * skip.astype(jnp.float32)
-            gated.append(read * gate / (1.0 + jnp.exp(-gate)))
+            gated.append(read * gate * kernels.sigmoid(gate))
             after.append(state)
         width = len(gated) * self.joined * self.head_dim
         square = sum((x * x).sum(1, keepdims=True) for x in gated) / width

@@ -341,6 +341,13 @@ def _custom_gradient(*static: int) -> Callable[[Callable[..., Any]], Any]:
     return partial(jax.custom_vjp, nondiff_argnums=static)
 
 
+def sigmoid(x: Array) -> Array:
+    """Return the sigmoid. Its gradient is finite for all numbers, unlike that of a division by
+    `1 + exp(-x)`.
+    """
+    return 0.5 * jnp.tanh(0.5 * x) + 0.5
+
+
 @_custom_gradient(2, 3)
 def matmul(x: Array, y: Array, dims: tuple[int, int], dtype: Any) -> Array:
     """Contract `dims` of two matrices. Operands and cotangents are rounded to `dtype`, and sums are

@@ -103,6 +103,13 @@ def test_start_state_and_its_gradient_equal_those_of_plain_scan(
         assert scale > 0 and jnp.abs(found - target).max() < 1e-5 * scale
 
 
+def test_gradients_of_large_gates_are_finite() -> None:
+    x = jnp.array([-1e4, -100.0, 0.0, 100.0, 1e4])
+    actual, slopes = jax.vmap(jax.value_and_grad(recurrent_kernels.sigmoid))(x)
+    np.testing.assert_allclose(actual, [0, 0, 0.5, 1, 1])
+    np.testing.assert_allclose(slopes, [0, 0, 0.25, 0, 0])
+
+
 def test_inverse_in_large_blocks_is_accurate() -> None:
     """Two heads of 32 tokens, with nearly identical keys."""
     block = np.tri(32, k=-1) * (1 - 1e-3 * np.random.default_rng(0).random((32, 32)))
