@@ -100,7 +100,9 @@ def forward(
     """Return the convolved and copied columns."""
     x, specs = arguments.x, _Specs(arguments, lambda block: block)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    with jax.named_scope(scopes.cycles(kernel_cycles(options, x, backward=False))):
+    flops = 2.0 * options.taps * _num_convolved(options, x)
+    cycles = kernel_cycles(options, x, backward=False)
+    with jax.named_scope(scopes.flops(flops)), jax.named_scope(scopes.cycles(cycles)):
         return pl.pallas_call(
             partial(_forward_kernel, options),
             grid=specs.grid,
@@ -109,7 +111,7 @@ def forward(
             out_shape=out,
             scratch_shapes=specs.scratch(options),
             compiler_params=compiler_parameters("parallel", "parallel", "arbitrary"),
-            cost_estimate=cost_estimate(0.0, [*arguments, out]),
+            cost_estimate=cost_estimate(flops, [*arguments, out]),
             interpret=interpret,
             name="recurrence_convolution_forward",
         )(*arguments)
@@ -134,7 +136,9 @@ def backward(
         jax.ShapeDtypeStruct(tail.shape, jnp.float32),
     ]
     of_sums = pl.BlockSpec((1, specs.heads, *sums.shape[2:]), lambda h, b, c: (b, h, 0, 0, 0))
-    with jax.named_scope(scopes.cycles(kernel_cycles(options, x, backward=True))):
+    flops = 6.0 * options.taps * _num_convolved(options, x)
+    cycles = kernel_cycles(options, x, backward=True)
+    with jax.named_scope(scopes.flops(flops)), jax.named_scope(scopes.cycles(cycles)):
         d_weights, d_x, d_tail = pl.pallas_call(
             partial(_backward_kernel, options),
             grid=specs.grid,
@@ -143,7 +147,7 @@ def backward(
             out_shape=out_shapes,
             scratch_shapes=specs.scratch(options),
             compiler_params=compiler_parameters("parallel", "parallel", "arbitrary"),
-            cost_estimate=cost_estimate(0.0, [*arguments, d_out, *out_shapes]),
+            cost_estimate=cost_estimate(flops, [*arguments, d_out, *out_shapes]),
             interpret=interpret,
             name="recurrence_convolution_backward",
         )(weights, x, x, tail, masks, d_out)
@@ -429,9 +433,13 @@ def kernel_cycles(options: Convolution, x: Array, *, backward: bool) -> float:
     """Return the cycles of the forward or backward kernel from its instruction schedule on v5p, but
     at least the cycles of its transfers.
     """
-    columns = sum(part.width for part in options.columns if part.convolved)
-    registers = x.size / x.shape[-1] * columns / 1024
-    instructions = registers * (_BACKWARD_CYCLES if backward else _FORWARD_CYCLES)
+    per_register = _BACKWARD_CYCLES if backward else _FORWARD_CYCLES
+    instructions = _num_convolved(options, x) / 1024 * per_register
     moved = x.size * x.dtype.itemsize * (3 if backward else 2)
     cores = tpu_cores()
     return max(instructions, moved / cores.num_bytes) / cores.number
+
+
+def _num_convolved(options: Convolution, x: Array) -> int:
+    """Return the number of convolved elements."""
+    return x.size // x.shape[-1] * sum(part.width for part in options.columns if part.convolved)
