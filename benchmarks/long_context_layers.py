@@ -237,7 +237,8 @@ RECURRENT = """
 
 All layers have an input and output of 4096. Attention has 32 heads and 8 key/value heads of 128
 dims. The delta rules have 32 heads of 128 dims. Mamba-2 has 128 heads of 64 dims, 8 groups and a
-state of 128.
+state of 128. The number of grid steps of a kernel is proportional to T, and their schedule does not
+depend on T.
 
 """
 
