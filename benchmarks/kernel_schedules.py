@@ -28,7 +28,9 @@ from typing import Any
 _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)*: (>*)")
 _REGION = re.compile(r"Start(?:/End)?(?: empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel.*target = \$region(\d+)")
-_WINDOW = re.compile(r"window shape is \w+\[([\d,]+)\], while the full shape is \w+\[([\d,]+)\]")
+_WINDOW = re.compile(
+    r"window shape is \w+?(\d+)\[([\d,]+)\], while the full shape is \w+\[([\d,]+)\]"
+)
 _LOOP_END = 5
 """Number of instruction bundles from the branch at the end of a loop to the end of the loop."""
 GROUPED = "grouped_(?:matmul|outer)"
@@ -69,6 +71,8 @@ class KernelSchedule:
     name: str
     windows: list[tuple[list[int], list[int]]]
     """Shapes of the block and of the array for each operand in high-bandwidth memory."""
+    block_bytes: list[int]
+    """Size of each block."""
     step: Block
     """Instructions of one grid step, including its overhead."""
     loops: list[int]
@@ -119,8 +123,9 @@ class KernelSchedule:
                 while around.inner and around.inner[-1].last > first:
                     around = around.inner[-1]
                 around.inner.append(Block(first, last, []))
-        sizes = [tuple(map(_numbers, found)) for found in _WINDOW.findall(text)]
-        return cls(name, [(block, full) for block, full in sizes], step, loops)
+        found = [(int(bits), *map(_numbers, shapes)) for bits, *shapes in _WINDOW.findall(text)]
+        sizes = [bits * math.prod(block) // 8 for bits, block, _ in found]
+        return cls(name, [(block, full) for _, block, full in found], sizes, step, loops)
 
 
 def count_calls(text: str) -> dict[str, int]:
@@ -211,7 +216,7 @@ def _moved(kernel: KernelSchedule, sizes: Any, steps: float, inner_tiles: int) -
     return total
 
 
-RECURRENCE = r"recurrence_(?:forward|backward)"
+RECURRENCE = r"recurrence_(?:convolution_)?(?:forward|backward)"
 
 
 def recurrence_cycles(kernel: KernelSchedule, hardware: Any, num_cores: int) -> float:
@@ -222,7 +227,7 @@ def recurrence_cycles(kernel: KernelSchedule, hardware: Any, num_cores: int) -> 
     """
     block, whole = next(sizes for sizes in kernel.windows if len(sizes[1]) == 4)
     steps = math.prod(full // size for size, full in zip(block, whole, strict=True))
-    moved = sum(4 * math.prod(block) for block, _ in kernel.windows)
+    moved = sum(kernel.block_bytes)
     rate = hardware.memory_gb_per_second / hardware.clock_ghz / num_cores
     return steps / num_cores * max(kernel.step.length, moved / rate)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from typing import Any
 from kernel_schedules import RECURRENCE, KernelSchedule, recurrence_cycles, write_schedules
 
 CHIP = "v5p:2x2x1"
-RECURRENT_TOKENS = (4096,)
+RECURRENT_TOKENS = (4096, 65_536)
 SPARSE_TOKENS = (131_072,)
 TENSOR = 8
 """Size of the tensor axis of the sparse attention layers. A chip has an eighth of the heads."""
@@ -149,7 +150,7 @@ class Sublayer:
         """
         import jax
 
-        from maxpipe.nn import recurrent_kernels
+        from maxpipe.nn import convolution_kernel, recurrent_kernels
 
         calls: list[tuple[Any, Any]] = []
 
@@ -163,8 +164,9 @@ class Sublayer:
 
         folder = tempfile.TemporaryDirectory()
         write_schedules(Path(folder.name))
-        for name in ("forward", "backward"):
-            setattr(recurrent_kernels, name, record(getattr(recurrent_kernels, name)))
+        for module in (convolution_kernel, recurrent_kernels):
+            for name in ("forward", "backward"):
+                setattr(module, name, record(getattr(module, name)))
         self.lower()
         for kernel, shapes in calls:
             with jax.set_mesh(jax.tree.leaves(shapes)[0].sharding.mesh):
@@ -202,6 +204,22 @@ def in_process(name: str, tokens: int) -> float:
     return run("--program") + run("--scans")
 
 
+def projections() -> str:
+    """Return a sentence with the cycles of the projections of each recurrent layer."""
+    from maxpipe.planner.topology import parse_topology
+
+    hardware = parse_topology(CHIP).hardware
+    per_cycle = hardware.flops / hardware.clock_ghz / 1e9
+    parts = []
+    for name, declare in recurrent_layers().items():
+        part = declare()
+        weights = getattr(part, "projections", ("query", "key", "value", "out"))
+        count = sum(math.prod(part.params[weight].shape) for weight in weights)
+        flops = 6 * RECURRENT_TOKENS[0] * count
+        parts.append(f"{name} {flops / per_cycle / 1e6:.1f}")
+    return PROJECTIONS.format(RECURRENT_TOKENS[0], ", ".join(parts))
+
+
 PREAMBLE = """\
 # Layers for long sequences
 
@@ -219,8 +237,14 @@ RECURRENT = """
 
 All layers have an input and output of 4096. Attention has 32 heads and 8 key/value heads of 128
 dims. The delta rules have 32 heads of 128 dims. Mamba-2 has 128 heads of 64 dims, 8 groups and a
-state of 128.
+state of 128. The number of grid steps of a kernel is proportional to T, and their schedule does not
+depend on T.
 
+"""
+
+PROJECTIONS = """
+Projections alone need the following Mcycles at T = {:,} and at the peak rate:
+{}.
 """
 
 SPARSE = """
@@ -249,6 +273,7 @@ def main() -> None:
         print(json.dumps(Sublayer(*json.loads(options.scans)).scan_cycles()))
         return
     page = PREAMBLE + RECURRENT + rows(recurrent_layers(), RECURRENT_TOKENS)
+    page += projections()
     page += SPARSE + rows(sparse_layers(), SPARSE_TOKENS)
     print(page)
     if options.write:

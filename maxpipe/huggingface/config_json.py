@@ -328,8 +328,8 @@ def _drop_unread(
     Raises:
         UnsupportedError: a partial rotary factor is set, but the RoPE type does not support one.
     """
-    rows = row.rows(kind) if _is_name(kind) else ()
-    if _is_name(kind) and kind != "default" and kind not in row.scalings:
+    rows = row.rows(kind) if isinstance(kind, str) else ()
+    if isinstance(kind, str) and kind != "default" and kind not in row.scalings:
         return  # a later check rejects this RoPE type
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}
     if _SHARE not in known and said.get(_SHARE, 1) != 1:
@@ -345,10 +345,6 @@ _ALWAYS_SET = (_ORIGINAL, "factor")
 """RoPE parameters that configs set for all scaling types, although only some types use these
 parameters.
 """
-
-
-def _is_name(kind: Any) -> bool:
-    return isinstance(kind, str)
 
 
 def _shown(value: Any) -> str:
@@ -671,12 +667,9 @@ def _with_vision(
         replace(row, theirs=composite_name(row.theirs, is_nested=vision.is_nested))
         for row in composite.tensors
     )
+    inner = {"model_type": table.model_type, **text, **written(vision.text_keys, ours)}
     said: dict[str, Any] = {
-        whole.section: {
-            "model_type": table.model_type,
-            **text,
-            **written(vision.text_keys, ours),
-        },
+        whole.section: inner,
         _VISION_SECTION: {"model_type": vision.model_type, **written(vision.keys, ours)},
         **written(vision.outer_keys, ours),
         _TIED: text.get(_TIED, True),

@@ -7,7 +7,8 @@ recomputes each chunk from its saved initial state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -17,8 +18,15 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.models.layers.recurrent import Recurrent
+from maxpipe.nn import convolution_kernel
+from maxpipe.nn.convolution_kernel import Columns, Convolution
 from maxpipe.nn.module import LayerContext
-from maxpipe.nn.recurrent_backends import has_tpu_devices, run_backward, run_forward
+from maxpipe.nn.recurrent_backends import (
+    has_tpu_devices,
+    run_backward,
+    run_convolution,
+    run_forward,
+)
 from maxpipe.nn.recurrent_kernels import Layout, Operands, merge_states, split_states
 from maxpipe.parallel.collectives import mark_varying
 
@@ -372,6 +380,34 @@ def causal_convolution(
         tap = kernel[..., at].astype(jnp.float32)
         total = total + jnp.where(seen, row[:, there], 0).astype(jnp.float32) * tap
     return jax.nn.silu(total)
+
+
+@dataclass(frozen=True)
+class HeadConvolution:
+    """Convolution of the inputs of TPU kernels, which have heads before tokens."""
+
+    before: RecurrentCache
+    segments: Int[Array, "B T"]
+    size: int
+    """Number of tokens per chunk of the recurrence."""
+
+    def __call__(
+        self,
+        columns: Sequence[Columns],
+        x: Float[Array, "B T K E"],
+        tail: Float[Array, "B w K e"],
+        kernel: Float[Array, "K e taps"],
+        bias: Float[Array, "K e"] | None = None,
+    ) -> Float[Array, "B K S E"]:
+        """Convolve the first `e` columns, and apply SiLU and the norms of `columns`.
+
+        `tail` contains the tokens before the first one.
+        """
+        x = heads_first(x, self.size)
+        masks = convolution_kernel.token_masks(self.before.segments, self.segments, x.shape[2])
+        options = Convolution(tuple(columns), kernel.shape[-1], bias is not None)
+        arguments = convolution_kernel.make_arguments(x, tail, kernel, bias, masks)
+        return run_convolution(options, arguments)
 
 
 def cut(x: Array, size: int) -> Array:

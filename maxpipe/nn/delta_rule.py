@@ -14,9 +14,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from maxpipe.nn.chunked_scan import RecurrentCache, Weights, causal_convolution
-
-_EPSILON = 1e-6
-"""Epsilon added to the squared norm of queries and keys."""
+from maxpipe.nn.convolution_kernel import EPSILON
 
 
 class Chunk(NamedTuple):
@@ -106,17 +104,22 @@ def convolve(
     """
     heads, size = sizes
     row, of = before.prepend_tail(mixed, segments)
+    total = causal_convolution(joined_kernels(weights, heads), None, row, of, segments)
+    query, key, value = jnp.split(total, (size, 2 * size), axis=-1)
+    return l2_normalize(query), l2_normalize(key), value
+
+
+def joined_kernels(weights: Weights, heads: int) -> Float[Array, "K E w"]:
+    """Return the convolution kernels of queries, keys and values, concatenated for each head."""
     kernels = (weights[f"conv_{name}"] for name in ("query", "key", "value"))
-    kernel = jnp.concatenate(
+    return jnp.concatenate(
         [kernel.reshape(heads, -1, kernel.shape[-1]) for kernel in kernels], axis=1
     )
-    total = causal_convolution(kernel, None, row, of, segments)
-    query, key, value = jnp.split(total, (size, 2 * size), axis=-1)
-    return _l2_normalize(query), _l2_normalize(key), value
 
 
-def _l2_normalize(x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
-    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + _EPSILON)
+def l2_normalize(x: Float[Array, "*dims d"]) -> Float[Array, "*dims d"]:
+    """Divide by the norm of the last dim."""
+    return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + EPSILON)
 
 
 @jax.custom_vjp

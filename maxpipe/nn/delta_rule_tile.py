@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.layers.recurrent import Recurrent
+from maxpipe.nn import convolution_kernel
 from maxpipe.nn import recurrent_kernels as kernels
 from maxpipe.nn.module import rms_norm
 from maxpipe.nn.recurrent_kernels import Matrices, matmul
@@ -37,7 +38,8 @@ def supports_delta_rule(part: Recurrent, tokens: int) -> bool:
     chunk.
     """
     whole = all(size % kernels.LANES == 0 for size in part.state_shape[2:])
-    return whole and tokens >= part.chunk and delta_rule_stack(part) <= _MAX_STACK
+    convolved = convolution_kernel.supports(part.kernel, bias=False)
+    return whole and convolved and tokens >= part.chunk and delta_rule_stack(part) <= _MAX_STACK
 
 
 def stacked_rows(
@@ -139,7 +141,7 @@ class GatedDeltaTile:
             wide = wide.astype(gate.dtype).astype(jnp.float32)
         wide = (wide * scale).astype(gate.dtype).astype(jnp.float32)
         gate = gate.astype(jnp.float32)
-        return wide * gate / (1.0 + jnp.exp(-gate))
+        return wide * gate * kernels.sigmoid(gate)
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class KimiDeltaTile:
             for key, written, since, state in zip(*parts, states, strict=True)
         ]
         read = rms_norm(read, None, self.norm) * (self.norm.offset + norm.astype(jnp.float32))
-        return kernels.unstack(read / (1.0 + jnp.exp(-gate)), self.heads), after
+        return kernels.unstack(read * kernels.sigmoid(gate), self.heads), after
 
     def _scores(self, query: Array, key: Array, forget: Array) -> tuple[Array, Array]:
         """Return the scores of queries and of keys with earlier keys, and with decay. Those of

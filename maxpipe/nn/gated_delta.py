@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 
 from maxpipe.models.layers import gated_delta
 from maxpipe.nn.chunked_scan import (
+    HeadConvolution,
     RecurrentCache,
     StateUpdate,
     Weights,
@@ -27,9 +28,9 @@ from maxpipe.nn.chunked_scan import (
     decay_in_chunks,
     decay_rows,
     empty_cache,
-    heads_first,
 )
-from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
+from maxpipe.nn.convolution_kernel import Columns
+from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, joined_kernels, make_chunks
 from maxpipe.nn.delta_rule_tile import (
     GatedDeltaTile,
     delta_rule_stack,
@@ -39,7 +40,7 @@ from maxpipe.nn.delta_rule_tile import (
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_context import scan_sequences
-from maxpipe.nn.recurrent_kernels import Layout, Operands
+from maxpipe.nn.recurrent_kernels import Layout, Operands, TokenMatrices
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
@@ -169,9 +170,14 @@ class _DeltaRule:
             # Instructions of independent heads overlap.
             per_step *= 2
         tile = GatedDeltaTile(part.chunk, stack, part.group, part.norm, qkvz.dtype)
-        widths = (part.key_size, part.key_size, part.value_size, part.value_size)
+        matrices = (
+            TokenMatrices(0, part.key_size),
+            TokenMatrices(0, part.key_size, part.key_size),
+            TokenMatrices(0, part.value_size, 2 * part.key_size, part.group),
+            TokenMatrices(0, part.value_size, part.mixed_size, part.group),
+        )
         flops = tile.flops(part.key_size, part.value_size)
-        return Layout(tile, part.chunk, widths, heads // per_step, flops)
+        return Layout(tile, part.chunk, matrices, heads // per_step, flops)
 
     def operands(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
@@ -179,16 +185,20 @@ class _DeltaRule:
         """Return the arrays of the TPU kernels."""
         part, (qkvz, ba) = self.part, inputs
         stack = delta_rule_stack(part)
-        mixed, gate = jnp.split(qkvz, (part.mixed_size,), axis=-1)
-        heads = (part.num_key_heads, part.key_size)
-        query, key, value = convolve(weights, heads, mixed, segments, before)
-        query *= part.key_size**-0.5
+        values = part.group * part.value_size
+        columns = (
+            Columns(part.key_size, norm=part.key_size**-0.5),
+            Columns(part.key_size, norm=1.0),
+            *(Columns(values), Columns(values, convolved=False)),
+        )
+        kernels = joined_kernels(weights, part.num_key_heads)
+        convolution = HeadConvolution(before, segments, part.chunk)
+        tokens = convolution(columns, qkvz, before.tail, kernels)
         write, forget = _gates(part, weights, ba.astype(jnp.float32))
         decay = decay_rows(forget, segments, before, part.chunk)
         write = cut(write[..., None], part.chunk)[..., 0]
         rows = stacked_rows([decay.total, decay.since, decay.until, write], decay.document, stack)
-        tokens = (heads_first(x.astype(qkvz.dtype), part.chunk) for x in (query, key, value, gate))
-        return Operands((weights["norm"][None, None],), tuple(tokens), rows)
+        return Operands((weights["norm"][None, None],), (tokens,), rows)
 
 
 def _gates(

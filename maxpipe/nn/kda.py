@@ -20,15 +20,18 @@ from jaxtyping import Float, Int
 
 from maxpipe.models.layers import kda
 from maxpipe.nn.chunked_scan import (
+    HeadConvolution,
     RecurrentCache,
     StateUpdate,
     Weights,
+    causal_convolution,
     chunk_size,
     cut,
     empty_cache,
     heads_first,
 )
-from maxpipe.nn.delta_rule import Chunk, ChunkDecay, convolve, make_chunks
+from maxpipe.nn.convolution_kernel import Columns
+from maxpipe.nn.delta_rule import Chunk, ChunkDecay, l2_normalize, make_chunks
 from maxpipe.nn.delta_rule_tile import (
     KimiDeltaTile,
     delta_rule_stack,
@@ -38,9 +41,10 @@ from maxpipe.nn.delta_rule_tile import (
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_context import scan_sequences
-from maxpipe.nn.recurrent_kernels import Layout, Operands
+from maxpipe.nn.recurrent_kernels import Layout, Operands, TokenMatrices
 from maxpipe.parallel.sharding import AxisRules, constrain
 
+_KERNELS = ("conv_query", "conv_key", "conv_value")
 _HEADS = (None, None, "heads", None)
 _RESET = -1e30
 """Log decay that clears the state. The number is finite, because masks are multiplied with it."""
@@ -72,15 +76,13 @@ class KimiDelta(SpecModule):
         ]
         projected = [project(name, x) for name in ("query", "key", "value")]
         projected += [project("forget_up", latents[0]), project("gate_up", latents[1])]
-        inputs = constrain(jnp.concatenate(projected, axis=-1), _HEADS, rules)
-        inputs = checkpoint_name(inputs, "kda_inputs")
+        wide = [checkpoint_name(constrain(x, _HEADS, rules), "kda_inputs") for x in projected]
         write = checkpoint_name(constrain(project("write", x), _HEADS[:3], rules), "kda_write")
-        mixed = inputs[..., : part.mixed_size]
         weights = {
             name: getattr(self, name)[...] for name in part.params if name not in part.projections
         }
         rule = _DeltaRule(part)
-        read, cache = scan_sequences(rule, weights, (inputs, write), mixed, context, rules)
+        read, cache = scan_sequences(rule, weights, (*wide, write), tuple(wide[:3]), context, rules)
         read = checkpoint_name(constrain(read, _HEADS, rules), "state_read")
         out = split.reduce_scatter_tokens(
             split.unsharded_matmul(read, self.out[...].astype(dtype), 2)
@@ -91,23 +93,23 @@ class KimiDelta(SpecModule):
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """Return an empty cache, whose size does not depend on `tokens`."""
         del tokens
-        mixed = jnp.zeros((rows, 0, part.num_heads, part.mixed_size), dtype)
-        return empty_cache(mixed, part.kernel - 1, part.state_shape)
+        mixed = jnp.zeros((rows, 0, part.num_heads, part.head_dim), dtype)
+        return empty_cache((mixed,) * 3, part.kernel - 1, part.state_shape)
 
     @staticmethod
     def cache_axes(part: Any) -> Any:
         """Return the logical axes of each `RecurrentCache` array."""
         del part
         tail, state = ("batch", None, "heads", None), ("batch", "heads", None, None, None)
-        return RecurrentCache(tail, ("batch", None), state)  # type: ignore[arg-type]
+        return RecurrentCache((tail,) * 3, ("batch", None), state)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class _DeltaRule:
     """The recurrence of Kimi delta attention.
 
-    Its inputs are queries, keys, values, decay logits and output gates, concatenated for each head,
-    and the logits of the write gates.
+    Its inputs are queries, keys, values, decay logits and output gates, and the logits of the write
+    gates.
     """
 
     part: kda.KimiDelta
@@ -130,12 +132,14 @@ class _DeltaRule:
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
     ) -> Chunk:
         """Return all chunks of the sequences."""
-        part, (joined, write) = self.part, inputs
+        part, (*mixed, forget, gate, write) = self.part, inputs
         head_dim, size = part.head_dim, chunk_size(part, segments.shape[1])
-        ends = (part.mixed_size, part.mixed_size + head_dim)
-        mixed, forget, gate = jnp.split(joined, ends, axis=-1)
-        heads = (part.num_heads, head_dim)
-        query, key, value = convolve(weights, heads, mixed, segments, before)
+        rows, of = before.prepend_tail(tuple(mixed), segments)
+        query, key, value = (
+            causal_convolution(weights[name], None, row, of, segments)
+            for name, row in zip(_KERNELS, rows, strict=True)
+        )
+        query, key = l2_normalize(query), l2_normalize(key)
         query, key, value, forget, gate = (
             cut(x, size)
             for x in (
@@ -157,28 +161,30 @@ class _DeltaRule:
 
     def layout(self, inputs: Any, tokens: int) -> Layout | None:
         """Return the options of the TPU kernels, or None if they do not support the sizes."""
-        part, joined = self.part, inputs[0]
+        part, query = self.part, inputs[0]
         stack = delta_rule_stack(part)
-        heads = part.num_heads // kernel_shards(len(joined), part.num_heads).number
+        heads = part.num_heads // kernel_shards(len(query), part.num_heads).number
         if not supports_delta_rule(part, tokens) or heads % stack:
             return None
-        tile = KimiDeltaTile(part.chunk, stack, part.norm, joined.dtype)
-        widths = (part.head_dim,) * 5
-        return Layout(tile, part.chunk, widths, heads // stack, tile.flops(part.head_dim))
+        tile = KimiDeltaTile(part.chunk, stack, part.norm, query.dtype)
+        matrices = tuple(TokenMatrices(array, part.head_dim) for array in range(5))
+        return Layout(tile, part.chunk, matrices, heads // stack, tile.flops(part.head_dim))
 
     def operands(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
     ) -> Operands:
         """Return the arrays of the TPU kernels."""
-        part, (joined, write) = self.part, inputs
+        part, (*mixed, forget, gate, write) = self.part, inputs
         head_dim, size = part.head_dim, part.chunk
-        ends = (part.mixed_size, part.mixed_size + head_dim)
-        mixed, forget, gate = jnp.split(joined, ends, axis=-1)
-        convolved = convolve(weights, (part.num_heads, head_dim), mixed, segments, before)
-        query, key, value = (x.astype(joined.dtype) for x in convolved)
-        query *= head_dim**-0.5
+        convolution = HeadConvolution(before, segments, size)
+        tokens = [
+            convolution([Columns(head_dim, norm=norm)], x, tail, weights[name])
+            for name, x, tail, norm in zip(
+                _KERNELS, mixed, before.tail, (head_dim**-0.5, 1.0, 0.0), strict=True
+            )
+        ]
         forget = _log_decay(weights, forget, segments, before)
-        tokens = (heads_first(x, size) for x in (query, key, value, forget, gate))
+        tokens += [heads_first(x, size) for x in (forget, gate)]
         write = cut(jax.nn.sigmoid(write.astype(jnp.float32))[:, :, :, None, None], size)[..., 0]
         stack = delta_rule_stack(part)
         index = jnp.zeros((*write.shape[:2], 1, 1, size), jnp.int32)

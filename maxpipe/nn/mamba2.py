@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from maxpipe.models.layers import mamba2
-from maxpipe.nn import recurrent_kernels
+from maxpipe.nn import convolution_kernel, recurrent_kernels
 from maxpipe.nn.chunked_scan import (
+    HeadConvolution,
     RecurrentCache,
     StateUpdate,
     Weights,
@@ -30,12 +31,13 @@ from maxpipe.nn.chunked_scan import (
     empty_cache,
     heads_first,
 )
+from maxpipe.nn.convolution_kernel import Columns
 from maxpipe.nn.delta_rule_tile import stacked_rows
 from maxpipe.nn.mamba2_tile import Mamba2Tile
 from maxpipe.nn.module import LayerContext, Output, SpecModule
 from maxpipe.nn.recurrent_backends import kernel_shards
 from maxpipe.nn.recurrent_context import scan_sequences
-from maxpipe.nn.recurrent_kernels import Layout, Operands
+from maxpipe.nn.recurrent_kernels import Layout, Operands, TokenMatrices
 from maxpipe.parallel.sharding import AxisRules, constrain
 from maxpipe.parallel.tpu_kernels import tpu_cores
 
@@ -77,24 +79,23 @@ class Mamba2(SpecModule):
         split = context.split(rules)
         x = split.gather_tokens(x)
 
-        def project(*names: str) -> Array:
-            projected = []
-            for name in names:
-                y = split.unsharded_matmul(x, getattr(self, name)[...].astype(dtype))
-                factor = getattr(part.multipliers, name)
-                projected.append(y if factor == 1.0 else y * factor)
-            return projected[0] if len(names) == 1 else jnp.concatenate(projected, axis=-1)
+        def project(name: str) -> Array:
+            y = split.unsharded_matmul(x, getattr(self, name)[...].astype(dtype))
+            factor = getattr(part.multipliers, name)
+            return y if factor == 1.0 else y * factor
 
         heads = (None, None, "heads", None)
-        inner = checkpoint_name(constrain(project("gate", "value"), heads, rules), "gate_value")
-        shared = checkpoint_name(project("key", "query"), "key_query")
+        gate, value = (
+            checkpoint_name(constrain(project(name), heads, rules), "gate_value")
+            for name in ("gate", "value")
+        )
+        key, query = (checkpoint_name(project(name), "key_query") for name in ("key", "query"))
         step = checkpoint_name(constrain(project("time_step"), heads[:3], rules), "time_step")
-        mixed = _mixed(part, inner, shared)
         weights = {
             name: getattr(self, name)[...] for name in part.params if name not in _PROJECTIONS
         }
-        inputs = (inner, shared, step)
-        rule = _StateSpace(part)
+        mixed, rule = (value, key, query), _StateSpace(part)
+        inputs = (gate, *mixed, step)
         read, cache = scan_sequences(rule, weights, inputs, mixed, context, rules)
         read = checkpoint_name(constrain(read, heads, rules), "state_read")
         out = split.reduce_scatter_tokens(
@@ -123,19 +124,9 @@ class Mamba2(SpecModule):
 _PROJECTIONS = ("gate", "value", "key", "query", "time_step", "out")
 
 
-def _mixed(
-    part: mamba2.Mamba2, inner: Float[Array, "B T H E"], shared: Float[Array, "B T K e"]
-) -> tuple[Array, Array, Array]:
-    """Return the inputs of the convolution: values, keys and queries."""
-    key, query = jnp.split(shared, 2, axis=-1)
-    return inner[..., part.head_dim :], key, query
-
-
 @dataclass(frozen=True)
 class _StateSpace:
-    """The recurrence of Mamba-2. Its inputs are gates with values, keys with queries, and time
-    steps.
-    """
+    """The recurrence of Mamba-2. Its inputs are gates, values, keys, queries and time steps."""
 
     part: mamba2.Mamba2
     step_weights: ClassVar[tuple[str, ...]] = ("norm",)
@@ -172,18 +163,21 @@ class _StateSpace:
 
         The heads of a group share keys and a norm, so each device needs complete groups.
         """
-        part, inner = self.part, inputs[0]
+        part, gate = self.part, inputs[0]
         joined, size = self._joined, self._kernel_chunk
-        shards = kernel_shards(len(inner), part.num_heads // joined).number
+        shards = kernel_shards(len(gate), part.num_heads // joined).number
         groups, sizes = part.num_groups // shards, (part.state_size, joined * part.head_dim)
         if part.num_groups % shards or part.group % joined or not size or tokens < size:
+            return None
+        if not convolution_kernel.supports(part.kernel, bias=part.conv_bias):
             return None
         if any(each % recurrent_kernels.LANES for each in (size, *sizes)):
             return None
         epsilon = None if part.norm is None else part.norm.epsilon
-        tile = Mamba2Tile(size, joined, part.head_dim, epsilon, inner.dtype)
+        tile = Mamba2Tile(size, joined, part.head_dim, epsilon, gate.dtype)
         widths = (part.state_size, part.state_size, sizes[1], sizes[1])
-        return Layout(tile, size, widths, groups, tile.flops(part.state_size, part.group), joined)
+        matrices = tuple(TokenMatrices(array, width) for array, width in enumerate(widths))
+        return Layout(tile, size, matrices, groups, tile.flops(part.state_size, part.group), joined)
 
     @property
     def _kernel_chunk(self) -> int:
@@ -200,30 +194,53 @@ class _StateSpace:
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
     ) -> Operands:
         """Return the arrays of the TPU kernels."""
-        part, (inner, _, _) = self.part, inputs
+        part, (gate, value, key, query, time_step) = self.part, inputs
         joined, size = self._joined, self._kernel_chunk
-        key, query, value, time_step, forget = self._convolved(weights, inputs, segments, before)
+        time_step, forget = self._decay(weights, time_step)
         decay = decay_rows(forget, segments, before, size)
         time_step = cut(time_step.reshape(forget.shape)[..., None], size)[..., 0]
         rows = [decay.total, decay.since, decay.until, time_step]
 
-        def join(x: Array) -> Array:
-            return x.reshape(*x.shape[:2], part.num_heads // joined, -1)
+        count, convolution = part.num_heads // joined, HeadConvolution(before, segments, size)
 
-        gate, value = join(inner[..., : part.head_dim]), join(value)
-        tokens = (heads_first(x.astype(inner.dtype), size) for x in (query, key, gate, value))
+        def convolve(name: str, x: Array, tail: Array, heads: int) -> Array:
+            kernel, bias = weights[f"conv_{name}"], weights.get(f"conv_{name}_bias")
+            x, tail = (each.reshape(*each.shape[:2], heads, -1) for each in (x, tail))
+            kernel = kernel.reshape(heads, -1, part.kernel)
+            bias = None if bias is None else bias.reshape(heads, -1)
+            return convolution([Columns(x.shape[-1])], x, tail, kernel, bias)
+
+        value, key, query = (
+            convolve(name, x, tail, heads)
+            for name, x, tail, heads in zip(
+                _CONVOLVED,
+                (value, key, query),
+                before.tail,
+                (count, part.num_groups, part.num_groups),
+                strict=True,
+            )
+        )
+        gate = heads_first(gate.reshape(*gate.shape[:2], count, -1), size)
         skip = jnp.repeat(weights["skip"][:, None], part.head_dim, axis=1)
         factors = (skip,) if part.norm is None else (skip, weights["norm"])
         shared = (x.reshape(-1, 1, joined * part.head_dim) for x in factors)
-        return Operands(tuple(shared), tuple(tokens), stacked_rows(rows, decay.document, 1))
+        tokens = (query, key, gate, value)
+        return Operands(tuple(shared), tokens, stacked_rows(rows, decay.document, 1))
 
     def chunks(
         self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
     ) -> Chunk:
         """Return all chunks of the sequences."""
-        part, inner = self.part, inputs[0]
-        size = chunk_size(part, inner.shape[1])
-        key, query, value, time_step, forget = self._convolved(weights, inputs, segments, before)
+        part, (gate, *mixed, time_step) = self.part, inputs
+        size = chunk_size(part, gate.shape[1])
+        rows, of = before.prepend_tail(tuple(mixed), segments)
+        value, key, query = (
+            causal_convolution(
+                weights[f"conv_{name}"], weights.get(f"conv_{name}_bias"), row, of, segments
+            )
+            for name, row in zip(_CONVOLVED, rows, strict=True)
+        )
+        time_step, forget = self._decay(weights, time_step)
         grouped, skip = forget.shape, weights["skip"].astype(jnp.float32)
         decay = decay_in_chunks(forget, segments, before, size)
         key, query = cut(key, size), cut(query, size)
@@ -237,24 +254,19 @@ class _StateSpace:
             since=decay.since,
             keep=decay.over_chunk,
             inside=scores @ written + kept,
-            gate=cut(inner[..., : part.head_dim].reshape(*grouped, -1), size),
+            gate=cut(gate.reshape(*grouped, -1), size),
         )
 
-    def _convolved(
-        self, weights: Weights, inputs: Any, segments: Int[Array, "B T"], before: RecurrentCache
-    ) -> tuple[Array, Array, Array, Array, Float[Array, "B T K r"]]:
-        """Return float32 keys, queries, values and time steps, and the log decay of the state."""
-        part, (inner, shared, time_step) = self.part, inputs
-        rows, of = before.prepend_tail(_mixed(part, inner, shared), segments)
-        value, key, query = (
-            causal_convolution(
-                weights[f"conv_{name}"], weights.get(f"conv_{name}_bias"), row, of, segments
-            )
-            for name, row in zip(_CONVOLVED, rows, strict=True)
-        )
+    def _decay(
+        self, weights: Weights, time_step: Float[Array, "B T H"]
+    ) -> tuple[Float[Array, "B T H"], Float[Array, "B T K r"]]:
+        """Return the float32 time steps, and the log decay of the state."""
+        part = self.part
         bias, rate = (weights[name].astype(jnp.float32) for name in ("time_step_bias", "decay"))
         time_step = jax.nn.softplus(time_step.astype(jnp.float32) + bias)
         if part.min_time_step:
             time_step = jnp.maximum(time_step, part.min_time_step)
-        forget = (-jnp.exp(rate) * time_step).reshape(*segments.shape, part.num_groups, part.group)
-        return key, query, value, time_step, forget
+        forget = (-jnp.exp(rate) * time_step).reshape(
+            *time_step.shape[:2], part.num_groups, part.group
+        )
+        return time_step, forget

@@ -50,7 +50,7 @@ class Mamba2Tile:
             )
             gate = gate.astype(jnp.float32)
             read += value.astype(jnp.float32) * skip.astype(jnp.float32)
-            gated.append(read * gate / (1.0 + jnp.exp(-gate)))
+            gated.append(read * gate * kernels.sigmoid(gate))
             after.append(state)
         if self.epsilon is None:
             return gated, after

@@ -13,8 +13,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from maxpipe.nn import recurrent_kernels
+from maxpipe.nn import convolution_kernel, recurrent_kernels
 from maxpipe.nn.attention.interface import shard_axes
+from maxpipe.nn.convolution_kernel import Arguments, Convolution
 from maxpipe.nn.recurrent_kernels import Layout, Operands
 from maxpipe.parallel.collectives import map_shards, mark_varying
 from maxpipe.parallel.mesh import mesh_device_kind
@@ -99,3 +100,43 @@ def _specs(shards: KernelShards, operands: Operands) -> Any:
         for weight in operands.shared
     )
     return Operands(shared, tuple(arrays for _ in operands.tokens), arrays)
+
+
+def run_convolution(options: Convolution, arguments: Arguments) -> Float[Array, "B H T E"]:
+    """Run the kernels of `convolution_kernel` on the shards of each device."""
+    # The transpose of `mark_varying` sums the gradients of weights that are replicated across
+    # devices.
+    return _convolution(options, mark_varying(arguments))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolution(options: Convolution, arguments: Arguments) -> Array:
+    specs = _convolution_specs(arguments)
+    run = partial(convolution_kernel.forward, options, interpret=not has_tpu_devices())
+    return map_shards(run, (specs,), specs.x)(arguments)
+
+
+def _convolution_backward(
+    options: Convolution, arguments: Arguments, d_out: Array
+) -> tuple[Arguments]:
+    specs, interpret = _convolution_specs(arguments), not has_tpu_devices()
+    axes = kernel_shards(len(arguments.x), arguments.x.shape[1]).rows
+
+    def run(arguments: Arguments, d_out: Array) -> Arguments:
+        gradients = convolution_kernel.backward(options, arguments, d_out, interpret=interpret)
+        weights = gradients.weights
+        return gradients._replace(weights=lax.psum(weights, axes) if axes else weights)
+
+    return (map_shards(run, (specs, specs.x), specs)(arguments, d_out),)
+
+
+_convolution.defvjp(
+    lambda options, arguments: (_convolution(options, arguments), arguments),  # type: ignore
+    _convolution_backward,
+)
+
+
+def _convolution_specs(arguments: Arguments) -> Any:
+    shards = kernel_shards(len(arguments.x), arguments.x.shape[1])
+    arrays, heads = PartitionSpec(shards.rows, shards.heads), PartitionSpec(shards.heads)
+    return Arguments(heads, arrays, arrays, PartitionSpec(shards.rows))  # type: ignore[arg-type]

@@ -51,6 +51,19 @@ class Tile(Protocol):
     ) -> tuple[Matrices, Matrices]: ...
 
 
+class TokenMatrices(NamedTuple):
+    """Columns of one of the arrays in `Operands.tokens`, for each head of the array."""
+
+    array: int
+    """Index of the array."""
+    width: int
+    """Number of columns of a matrix."""
+    start: int = 0
+    """First column."""
+    number: int = 1
+    """Number of matrices per head of the array."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Static options of the kernels of one layer."""
@@ -58,14 +71,19 @@ class Layout:
     tile: Tile
     size: int
     """Number of tokens per chunk."""
-    widths: tuple[int, ...]
-    """Width of the matrices into which the last dim of each array in `tokens` is split."""
+    matrices: tuple[TokenMatrices, ...]
+    """Matrices of tokens that the tile reads. The output is as wide as the last ones."""
     steps: int
     """Number of grid steps that share the heads of one chunk."""
     flops: float
     """FLOPs of one chunk of one state."""
     heads_per_state: int = 1
     """Number of heads whose states are columns of the same matrix."""
+
+    @property
+    def out_width(self) -> int:
+        """Return the width of an output matrix."""
+        return self.matrices[-1].width
 
 
 def forward(
@@ -80,7 +98,7 @@ def forward(
     rows, tokens, num_chunks = _sizes(layout, operands)
     specs = _Specs(layout, operands, state, lambda chunk: chunk)
     dtype, wide = operands.tokens[-1].dtype, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    out = jax.ShapeDtypeStruct((rows, state.shape[1], tokens, layout.widths[-1]), dtype)
+    out = jax.ShapeDtypeStruct((rows, state.shape[1], tokens, layout.out_width), dtype)
     out_shapes, out_specs = [out, wide(state.shape)], [specs.out, specs.state]
     if save_states:
         out_shapes.append(wide((rows, num_chunks, *state.shape[1:])))
@@ -190,7 +208,7 @@ class _Specs:
         self.state_shape = (heads, *of_head)
         self.state = pl.BlockSpec((1, heads, *of_head), lambda h, b, c: (b, h, 0, 0))
         self.states = pl.BlockSpec((1, 1, heads, *of_head), lambda h, b, c: (b, at(c), h, 0, 0))
-        self.out = tokens(heads, layout.widths[-1])
+        self.out = tokens(heads, layout.out_width)
         self.counts = (len(operands.shared), len(operands.tokens))
 
 
@@ -198,7 +216,7 @@ class _Refs:
     """References to the blocks of `Operands`, or to the blocks of their gradients."""
 
     def __init__(self, layout: Layout, counts: tuple[int, int], refs: Sequence[Any], sums: bool):
-        self.widths, self.sums = layout.widths, sums
+        self.matrices, self.sums = layout.matrices, sums
         self.shared, self.tokens = refs[: counts[0]], refs[counts[0] : sum(counts)]
         self.rows = refs[sum(counts)]
 
@@ -210,11 +228,11 @@ class _Refs:
     def _token_places(self) -> list[list[Any]]:
         return [
             [
-                (0, head, slice(None), pl.ds(start, width))
-                for head in range(ref.shape[1])
-                for start in range(0, ref.shape[3], width)
+                (0, head, slice(None), pl.ds(of.start + place * of.width, of.width))
+                for head in range(self.tokens[of.array].shape[1])
+                for place in range(of.number)
             ]
-            for ref, width in zip(self.tokens, self.widths, strict=True)
+            for of in self.matrices
         ]
 
     def _row_places(self) -> list[Any]:
@@ -229,7 +247,7 @@ class _Refs:
         shared, tokens = (self._shared_places(), self._token_places())
         return (
             read(self.shared, shared),
-            read(self.tokens, tokens),
+            read([self.tokens[of.array] for of in self.matrices], tokens),
             [self.rows[at] for at in self._row_places()],
         )
 
@@ -238,7 +256,8 @@ class _Refs:
         for ref, places, values in zip(self.shared, self._shared_places(), shared, strict=True):
             for at, value in zip(places, values, strict=True):
                 ref[at] += value.astype(ref.dtype)
-        for ref, places, values in zip(self.tokens, self._token_places(), tokens, strict=True):
+        for of, places, values in zip(self.matrices, self._token_places(), tokens, strict=True):
+            ref = self.tokens[of.array]
             for at, value in zip(places, values, strict=True):
                 ref[at] = value.astype(ref.dtype)
         for at, value in zip(self._row_places(), rows, strict=True):
@@ -272,8 +291,8 @@ def _backward_kernel(layout: Layout, counts: tuple[int, int], *references: Any) 
     *refs, d_state = references
     number = sum(counts) + 1
     states, d_out, d_final = refs[number : number + 3]
-    gradients, d_start = refs[number + 3 : -1], refs[-1]
-    sums, heads, chunk = gradients[: counts[0]], range(d_state.shape[0]), pl.program_id(2)
+    d_operands, d_start = refs[number + 3 : -1], refs[-1]
+    sums, heads, chunk = d_operands[: counts[0]], range(d_state.shape[0]), pl.program_id(2)
 
     @pl.when(chunk == 0)
     def _() -> None:
@@ -284,10 +303,10 @@ def _backward_kernel(layout: Layout, counts: tuple[int, int], *references: Any) 
     before = [states[0, 0, head] for head in heads]
     loaded = _Refs(layout, counts, refs[:number], False).load()
     towards = [d_out[0, head].astype(jnp.float32) for head in heads]
-    *of_operands, of_states = _tile_gradients(
+    *of_operands, of_states = gradients(
         layout.tile, (*loaded, before), (towards, [d_state[head] for head in heads])
     )
-    _Refs(layout, counts, gradients, True).store(*of_operands)
+    _Refs(layout, counts, d_operands, True).store(*of_operands)
     for head, value in zip(heads, of_states, strict=True):
         d_state[head] = value
 
@@ -296,18 +315,18 @@ def _backward_kernel(layout: Layout, counts: tuple[int, int], *references: Any) 
         d_start[0] = d_state[...]
 
 
-def _tile_gradients(tile: Any, arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of a tile.
+def gradients(run: Any, arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+    """Return the gradients of the arguments of a function of a kernel.
 
     The types of arguments may contain mesh axes over which the arrays vary, and those of results do
     not. Therefore, arrays without such types are differentiated.
     """
 
-    def run(arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
-        return jax.vjp(tile, *arguments)[1](cotangents)
+    def pull(arguments: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+        return jax.vjp(run, *arguments)[1](cotangents)
 
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (arguments, cotangents))
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*plain)
+    traced, shapes = jax.make_jaxpr(pull, return_shape=True)(*plain)
     results = jaxpr_as_fun(traced)(*jax.tree.leaves((arguments, cotangents)))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -320,6 +339,13 @@ def _custom_gradient(*static: int) -> Callable[[Callable[..., Any]], Any]:
     arrays.
     """
     return partial(jax.custom_vjp, nondiff_argnums=static)
+
+
+def sigmoid(x: Array) -> Array:
+    """Return the sigmoid. Its gradient is finite for all numbers, unlike that of a division by
+    `1 + exp(-x)`.
+    """
+    return 0.5 * jnp.tanh(0.5 * x) + 0.5
 
 
 @_custom_gradient(2, 3)

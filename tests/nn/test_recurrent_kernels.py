@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.nn import chunked_scan, gated_delta, kda, mamba2, recurrent_kernels
+from maxpipe.nn import chunked_scan, convolution_kernel, gated_delta, kda, mamba2, recurrent_kernels
 from tests.model import test_delta, test_kda, test_mamba2
 from tests.model.recurrent import Params
 
@@ -58,6 +58,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         run = listed(name, getattr(recurrent_kernels, name))
         monkeypatch.setattr(recurrent_kernels, name, run)
     monkeypatch.setattr(recurrent_kernels, "LANES", LANES)
+    monkeypatch.setattr(convolution_kernel, "HALO", 4)
+    monkeypatch.setattr(convolution_kernel, "_BLOCK", 8)
+    monkeypatch.setattr(convolution_kernel, "_ROWS", 4)
     monkeypatch.setattr(chunked_scan, "has_tpu_devices", lambda: True)
     jax.clear_caches()
     yield calls
@@ -101,6 +104,13 @@ def test_start_state_and_its_gradient_equal_those_of_plain_scan(
     for found, target in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         scale = jnp.abs(target).max()
         assert scale > 0 and jnp.abs(found - target).max() < 1e-5 * scale
+
+
+def test_gradients_of_large_gates_are_finite() -> None:
+    x = jnp.array([-1e4, -100.0, 0.0, 100.0, 1e4])
+    actual, slopes = jax.vmap(jax.value_and_grad(recurrent_kernels.sigmoid))(x)
+    np.testing.assert_allclose(actual, [0, 0, 0.5, 1, 1])
+    np.testing.assert_allclose(slopes, [0, 0, 0.25, 0, 0])
 
 
 def test_inverse_in_large_blocks_is_accurate() -> None:

@@ -56,13 +56,6 @@ class KimiDelta(Recurrent):
     """Tokens on one device if sequences are sharded."""
 
     @property
-    def mixed_size(self) -> int:
-        """Return the number of query, key and value channels per head that pass through the
-        convolution.
-        """
-        return 3 * self.head_dim
-
-    @property
     def state_shape(self) -> tuple[int, ...]:
         """Return the shape of the recurrent state of one sequence."""
         return (self.num_heads, 1, self.head_dim, self.head_dim)
@@ -166,7 +159,7 @@ class KimiDelta(Recurrent):
 
     @property
     def mixed_dims(self) -> tuple[Dims, ...]:
-        return ((*self._per_head, (self.mixed_size, "head_dim")),)
+        return (self._heads,) * 3
 
     @property
     def _latent(self) -> Dims:
