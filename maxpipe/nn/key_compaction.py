@@ -94,6 +94,7 @@ def _call(
     shape = jax.typeof(words).update(shape=(batch, groups, _LANES))
     number = shape.update(shape=(batch, 1, _LANES))
     spec = pl.BlockSpec((None, groups, _LANES), lambda b, _: (b, 0, 0))
+    flops = 2 * batch * groups * _LANES * (2 * _LANES + _tile_size(groups))
     scratch = tpu.VMEM((groups + max(8, _largest_shift(groups)), _LANES), jnp.int32)
     with jax.named_scope(scopes.cycles(batch * kernel_cycles(num_keys + padding))):
         places, found, count = pl.pallas_call(
@@ -109,7 +110,7 @@ def _call(
                 scratch_shapes=[scratch, scratch],
             ),
             compiler_params=compiler_parameters("arbitrary"),
-            cost_estimate=cost_estimate(0, (shape, shape, shape)),
+            cost_estimate=cost_estimate(flops, (shape, shape, shape)),
             interpret=interpret,
             name="compact_keys",
         )(block[None], words)

@@ -131,11 +131,6 @@ def sparse_attend(
     counts = None if loss_mask is None else loss_mask.astype(jnp.float32)
     if counts is None:
         index = IndexArrays(*map(lax.stop_gradient, index))
-    query, index_query, weights = (
-        _without_nan(x, seen.segments) for x in (query, index.query, index.weights)
-    )
-    key, index_key = (_without_nan(x, seen.key_segments) for x in (key, index.key))
-    index = IndexArrays(index_query, index_key, weights)
     arrays = mark_varying((query, key, index, seen, counts))
     return _attention(*arrays, options, rows)
 
@@ -190,6 +185,11 @@ def _forward(
     options: SparseOptions,
     rows: tuple[str, ...],
 ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    query, index_query, weights = (
+        _without_nan(x, seen.segments) for x in (query, index.query, index.weights)
+    )
+    key, index_key = (_without_nan(x, seen.key_segments) for x in (key, index.key))
+    index = IndexArrays(index_query, index_key, weights)
     specs = _specs(options, rows)
 
     def run(*arguments: Any) -> Any:

@@ -296,7 +296,9 @@ class _Walk:
             return
         flops = self._flops(op, computation)
         moved = 0 if op.cycles or flops else self._unestimated_bytes(op)
-        if op.cycles or flops or moved:
+        # A kernel without matmuls can declare its cycles.
+        declared = op.opcode == "custom-call" and scopes.parse_cycles(op.op_name)
+        if op.cycles or flops or moved or declared:
             inside = self._inside(op) if op.opcode == "fusion" else {}
             self.profile.entries.append(InstructionCost(op, region, count, flops, inside, moved))
         if collective := self._collective(op, computation):

@@ -160,6 +160,13 @@ def test_declared_cycles_of_a_kernel_replace_the_expected_rate() -> None:
     assert listed["kernel.1"].flops == 10 * 229_500_000
 
 
+def test_kernels_without_flops_are_listed_if_they_declare_cycles() -> None:
+    for scope, cycles in (("cycles_1250/kernel", [12_500]), ("kernel", [])):
+        program = PROGRAM.replace("flops_229500000/kernel", scope)
+        lines = profile_lines(profile_program(parse_hlo(program)), V5P)
+        assert [line.cycles for line in lines if line.name == "kernel.1"] == cycles
+
+
 def test_sum_by_kind_preserves_totals(found: Profile) -> None:
     listed = profile_lines(found, V5P)
     sums = sum_by_kind([*listed, *listed])
