@@ -49,7 +49,7 @@ TOKENS, BEGIN, END, IMAGE, VIDEO = 64, 150, 151, 152, 153
 SQUARES = ((6, 4), (2, 4), (8, 6))
 """Height and width of each image in tokens. The first two images are in the same sequence."""
 PROMPTS, NEW, STEPS = (43, 57), 6, 3
-OPTIM = {"rate": 1e-3, "decay": 0.1, "betas": (0.9, 0.95), "epsilon": 1e-8, "steps": STEPS}
+OPTIM = {"rate": 1e-3, "decay": 0.1, "betas": (0.9, 0.95), "steps": STEPS}
 TEXT = {
     "vocab_size": 160,
     "hidden_size": 24,
@@ -181,6 +181,13 @@ class Kind(NamedTuple):
     form: PatchFormat
 
     @property
+    def epsilon(self) -> float:
+        """Return Adam's epsilon. Some gradients of per-layer embeddings are as small as their
+        rounding errors, which Adam would amplify.
+        """
+        return 1e-5 if self.name == "gemma4-small" else 1e-8
+
+    @property
     def merge(self) -> int:
         """Return the height and width of an image token in patches."""
         return self.form.merge_size
@@ -274,7 +281,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         "arrays": str(base / "arrays.npz"),
         "results": str(base / "results.npz"),
         **paths,
-        **{"prompts": PROMPTS, "count": NEW, "optim": OPTIM},
+        **{"prompts": PROMPTS, "count": NEW, "optim": OPTIM | {"epsilon": kind.epsilon}},
     }
     (loss,) = oracle_answers("patch_images_oracle.py", [job], base)
     return job | {"loss": loss, "base": base, "kind": kind}
@@ -342,7 +349,11 @@ def steps_of(job: dict[str, Any]) -> tuple[Any, Any]:
     if "top_k" in own:
         own |= {"load_balance_loss_weight": 0.0, "z_loss_weight": 0.0}
     optim = {"learning_rate": OPTIM["rate"], "weight_decay": OPTIM["decay"]}
-    optim |= {"beta1": OPTIM["betas"][0], "beta2": OPTIM["betas"][1], "epsilon": OPTIM["epsilon"]}
+    optim |= {
+        "beta1": OPTIM["betas"][0],
+        "beta2": OPTIM["betas"][1],
+        "epsilon": job["optim"]["epsilon"],
+    }
     known = {
         "model": {**section, config.family: own},
         "train": {"steps": STEPS, "batch_size": 2, "sequence_length": TOKENS},
@@ -432,6 +443,7 @@ def test_import_reports_tensors_of_the_audio_tower(job: dict[str, Any]) -> None:
     assert all("audio" in name for name in unused)
 
 
+AUDIO_TOKENS = ("<|audio|>", "<|audio>", "<audio|>")
 PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen": {
         "sizes": {
@@ -446,7 +458,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
                 ("boi_token", "image_token", "eoi_token", "video_token"), GEMMA4_TOKENS, strict=True
             )
         )
-        | {"boa_token": "<s>", "eoa_token": "</s>", "audio_token": "<|im_start|>"},
+        | dict(zip(("audio_token", "boa_token", "eoa_token"), AUDIO_TOKENS, strict=True)),
     },
 }
 
@@ -456,7 +468,7 @@ def test_records_equal_the_processor_of_transformers(name: str, tmp_path: Path) 
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     is_gemma = name == "gemma4"
-    template = (GEMMA4, GEMMA4_TOKENS) if is_gemma else (QWEN_VL, QWEN_TOKENS)
+    template = (GEMMA4, GEMMA4_TOKENS + AUDIO_TOKENS) if is_gemma else (QWEN_VL, QWEN_TOKENS)
     tokenizer = make_tokenizer(tmp_path / "tokenizer", *template)
     random = np.random.default_rng(0)
     shapes = {"wide.png": (31, 17, 3), "tall.jpg": (9, 44, 3), "clear.png": (20, 20, 4)}
