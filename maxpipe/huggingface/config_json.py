@@ -423,13 +423,10 @@ def read_description(folder: Path, *, images: bool = False) -> ModelDescription:
         tables = (table for of in FAMILIES.values() for table in of.huggingface)
         wholes = (each for table in tables for each in table.containers if each.vision)
         names = " or ".join(sorted(each.architecture for each in wholes))
-        raise ConfigError.one(
-            Code.HF_UNSUPPORTED,
-            f"{path}: architectures",
-            json.dumps(content.get("architectures"))[:200],
-            "must be a model with a vision tower that maxpipe supports, to use images.",
-            f"Use a folder with {names}, or import the model without images.",
-        )
+        where, value = f"{path}: architectures", json.dumps(content.get("architectures"))[:200]
+        rule = "must be a model with a vision tower that maxpipe supports, to use images."
+        action = f"Use a folder with {names}, or import the model without images."
+        raise ConfigError.one(Code.HF_UNSUPPORTED, where, value, rule, action)
     if whole is not None:
         inner = content.get(whole.section)
         if not isinstance(inner, dict):

@@ -175,6 +175,7 @@ def process(job: dict[str, Any]) -> None:
         images=[[Image.open(path) for path in job["files"]]],
         return_tensors="np",
         add_special_tokens=False,
+        padding=False,
     )
     del found["attention_mask"]
     np.savez(job["processed"], **{name: np.asarray(array) for name, array in found.items()})

@@ -473,7 +473,7 @@ def test_records_equal_the_processor_of_transformers(name: str, tmp_path: Path) 
     random = np.random.default_rng(0)
     shapes = {"wide.png": (31, 17, 3), "tall.jpg": (9, 44, 3), "clear.png": (20, 20, 4)}
     if is_gemma:
-        shapes |= {"strip.png": (400, 3, 3), "exact.png": (72, 108, 3)}
+        shapes |= {"strip.png": (400, 4, 3), "exact.png": (72, 108, 3)}
     for file, shape in shapes.items():
         Image.fromarray(random.integers(0, 256, shape, np.uint8)).save(tmp_path / file)
     (tmp_path / "small.gif").write_bytes(make_png(size=(5, 3)))

@@ -70,7 +70,7 @@ def test_resume_with_other_frozen_parameters_is_rejected(
     output = run("train", *arguments, "train.steps=6", same, "mesh.ici_stage=2", "mesh.ici_data=2")
     assert "after step 4" in output
     output = run("train", *arguments, "train.steps=8", "model.frozen=[embedding,head]", code=2)
-    assert "command line: model.frozen = [embedding, head]\n" in output
+    assert "command line: model.frozen = [embedding, head]  [MP-CKPT-007]\n" in output
     assert "then: embedding now frozen; layers.attention.key, " in output
     assert "Set model.frozen=[head,layers.mlp*,layers.attention*], or run.name" in output
     action = ("run.name=next", "checkpoint.restore_from=run", "checkpoint.restore=weights")
