@@ -178,7 +178,8 @@ def process(job: dict[str, Any]) -> None:
         padding=False,
     )
     del found["attention_mask"]
-    np.savez(job["processed"], **{name: np.asarray(array) for name, array in found.items()})
+    arrays: dict[str, Any] = {name: np.asarray(array) for name, array in found.items()}
+    np.savez(job["processed"], **arrays)
 
 
 def main() -> None:
