@@ -182,10 +182,11 @@ class Kind(NamedTuple):
 
     @property
     def epsilon(self) -> float:
-        """Return Adam's epsilon. Some gradients of per-layer embeddings are as small as their
-        rounding errors, which Adam would amplify.
+        """Return Adam's epsilon. A few gradients of some models are as small as their rounding
+        errors, which Adam would amplify.
         """
-        return 1e-5 if self.name == "gemma4-small" else 1e-8
+        models = ("gemma4-small", "Qwen3_5MoeForConditionalGeneration")
+        return 1e-5 if self.name in models else 1e-8
 
     @property
     def merge(self) -> int:
