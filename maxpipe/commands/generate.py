@@ -136,7 +136,7 @@ def _with_images(chat: ChatInput, paths: list[str]) -> ChatInput:
     images = []
     for path in paths:
         try:
-            images.append(ImageReference(0, "", read(path, MAX_FILE_BYTES)))
+            images.append(ImageReference(0, path, read(path, MAX_FILE_BYTES)))
         except OSError as error:
             rule = f"must be a readable image file: {error.strerror or error}."
             where = "command line: --image"

@@ -153,9 +153,10 @@ def decode_images(
     total, pixels = hashlib.blake2b(digest_size=16), list[np.ndarray]()
     for number, reference in enumerate(references):
         which = f"image {number + 1}, message {reference.message + 1}"
+        if reference.path:
+            which += f", {shorten(reference.path)}"
         raw = reference.raw
         if raw is None:
-            which += f", {shorten(reference.path)}"
             raw = _read_file(reference.path, folder, which)
         total.update(hashlib.blake2b(raw, digest_size=16).digest())
         pixels.append(decode_image(raw, image.patches or image.size, which))
@@ -295,8 +296,11 @@ def expand_image_tokens(
     if len(pieces) != count + 1 or any(
         token in piece for piece in pieces for token in (begin, one, end)
     ):
-        rule = f"must render {placeholder} once for each of its {count} images, and no other image "
-        rule += f"token; the rendered text has it {len(pieces) - 1} times."
+        number = f"{count} time" if count == 1 else f"{count} times"
+        rule = (
+            f"must render {placeholder} {number}, once for each image, and no other image token; "
+        )
+        rule += f"the rendered text contains {placeholder} {len(pieces) - 1} times."
         action = "Remove image tokens from the text, or correct the chat template."
         raise BadImage("the rendered conversation", rule, action)
     complete = [f"{around}{begin}{one * number}{end}{around}" for number in num_tokens]

@@ -226,7 +226,7 @@ def test_gemma4_has_no_rotary_positions(tmp_path: Path) -> None:
     assert "\n\n<|image>[image of 55 tokens]<image|>\n\n" in text
     for token in GEMMA4_TOKENS[:3]:
         spelled = {"messages": [question({"path": "a.png"}, text=token), ANSWER]}
-        with pytest.raises(ConfigError, match="once for each of its 1 images"):
+        with pytest.raises(ConfigError, match="1 time, once for each image"):
             open_gemma4_records(tokenizer, tmp_path, [spelled])
 
 
@@ -257,9 +257,9 @@ def test_wrong_tokens_and_videos_are_errors(tokenizer: Path, tmp_path: Path) -> 
     image = {"path": "a.png"}
     for text in ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>"):
         spelled = {"messages": [question(image, text=text), ANSWER]}
-        assert "once for each of its 1 images" in error_of(tokenizer, tmp_path, spelled).rule
+        assert "1 time, once for each image" in error_of(tokenizer, tmp_path, spelled).rule
         without = {"messages": [{"role": "user", "content": text}, ANSWER]}
-        assert "once for each of its 0 images" in error_of(tokenizer, tmp_path, without).rule
+        assert "0 times, once for each image" in error_of(tokenizer, tmp_path, without).rule
     spelled = {"messages": [question(image, text="<|video_pad|>"), ANSWER]}
     assert "videos are not supported" in error_of(tokenizer, tmp_path, spelled).rule
     part = {"type": "video", "video": "a.mp4"}

@@ -42,7 +42,8 @@ class ImageReference(NamedTuple):
     message: int
     """Zero-based index of the message that contains the image."""
     path: str
-    """Path relative to the folder of the record's file; empty if `raw` is set."""
+    """Path relative to the folder of the record's file. If `raw` is set, the path is only used in
+    messages, and may be empty."""
     raw: bytes | None
     """Content of the image file."""
 
