@@ -3,7 +3,7 @@
     python benchmarks/compile_reports.py            # prints the reports
     python benchmarks/compile_reports.py --write    # and writes compile_reports.md
 
-The four runs are also rows of `predicted_memory.py`, and the two scripts share cached compilations.
+The runs are also rows of `predicted_memory.py`, and the two scripts share cached compilations.
 They require libtpu (`pip install ".[tpu]"`), but no TPU.
 """
 
@@ -26,6 +26,7 @@ RUNS = {
     "405B on 512 chips": ("llama3-405b v5p:8x8x8:", "ici_stage=8 ici_fsdp=64 repeats=2", ""),
     "405B on 4096 chips": ("llama3-405b v5p:16x16x16:", "", ""),
     "405B on two slices of 512 chips, stages across dcn": ("llama3-405b v5p:8x8x8 x 2:", "", ""),
+    "Kimi K2 on 1024 chips": ("kimi-k2-1t-a32b v5p:8x8x16:", "", ""),
 }
 """(prefix, substring, suffix) of a row name in `predicted_memory.py`, keyed by page heading."""
 PREAMBLE = """\

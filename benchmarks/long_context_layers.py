@@ -1,4 +1,5 @@
-"""Compare the cycles of recurrent layers and of sparse attention with those of attention.
+"""Compare the cycles of recurrent layers and of sparse attention with those of attention, and
+those of hyper-connections with and without kernels.
 
     python benchmarks/long_context_layers.py            # prints the tables
     python benchmarks/long_context_layers.py --write    # and writes long_context_layers.md
@@ -66,6 +67,17 @@ def sparse_layers() -> dict[str, Callable[[], Any]]:
     }
 
 
+PLAIN = "hyper-connection in plain JAX"
+
+
+def stream_layers() -> dict[str, Callable[[], Any]]:
+    """Return functions that declare the hyper-connection of DeepSeek-V4-Flash."""
+    from maxpipe.models.layers.hyper_connections import HyperConnection
+
+    connection = HyperConnection(4096, 4, 1e-6, 1e-6, 20)
+    return {PLAIN: lambda: connection, "hyper-connection": lambda: connection}
+
+
 @dataclass(frozen=True)
 class Sublayer:
     """A sublayer for one sequence on one chip. Methods require that libtpu is configured."""
@@ -103,12 +115,17 @@ class Sublayer:
         import jax.numpy as jnp
         from flax import nnx
 
+        from maxpipe.models.layers.hyper_connections import HyperConnection
+        from maxpipe.nn import stream_backends
         from maxpipe.nn.block import sublayer_module
         from maxpipe.nn.module import LayerContext
         from maxpipe.parallel.axes import MeshConfig
         from maxpipe.parallel.sharding import AxisRules
 
-        part = (recurrent_layers() | sparse_layers())[self.name]()
+        part = (recurrent_layers() | sparse_layers() | stream_layers())[self.name]()
+        is_connection = isinstance(part, HyperConnection)
+        if self.name == PLAIN:
+            stream_backends.select_shards = lambda *_: None
         rules = AxisRules.from_config(MeshConfig())
 
         def run(params: Any, x: Any, cotangent: Any, ids: Any, loss_mask: Any) -> Any:
@@ -116,6 +133,9 @@ class Sublayer:
                 module = sublayer_module(part)(part, rules)
                 for key, value in params.items():
                     setattr(module, key, nnx.Param(value))
+                if is_connection:  # the branch returns its input
+                    h, z = module.read(x)
+                    return module.write(x, h, z), jnp.zeros(())
                 inputs = {"segment_ids": ids, "positions": ids, "loss_mask": loss_mask}
                 output = module(x, LayerContext(inputs, jnp.asarray(0)))
                 return output.x, sum(output.losses.values())
@@ -123,8 +143,12 @@ class Sublayer:
             (out, loss), pull = jax.vjp(apply, params, x)
             return out, pull((cotangent, jnp.ones_like(loss, jnp.float32)))
 
-        params = {key: self.array(param.shape) for key, param in part.params.items()}
-        x = self.array((1, self.tokens, part.d_model))
+        params = {
+            key: self.array(param.shape, param.own_dtype or "bfloat16")
+            for key, param in part.params.items()
+        }
+        width = part.d_model * (part.num_streams if is_connection else 1)
+        x = self.array((1, self.tokens, width))
         ids, loss_mask = (self.array((1, self.tokens), dtype) for dtype in ("int32", "float32"))
         with jax.set_mesh(x.sharding.mesh):
             return jax.jit(run).lower(params, x, x, ids, loss_mask)
@@ -260,6 +284,16 @@ computes the gradients of the index scores.
 """
 
 
+STREAMS = """
+## Residual streams
+
+A hyper-connection of DeepSeek-V4-Flash reads and updates 4 residual streams of 4096 entries, with
+20 Sinkhorn iterations. A layer has two hyper-connections. Cycles of the kernels are the lengths of
+their instruction schedules or the time of their transfers, whichever is longer.
+
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
@@ -275,6 +309,7 @@ def main() -> None:
     page = PREAMBLE + RECURRENT + rows(recurrent_layers(), RECURRENT_TOKENS)
     page += projections()
     page += SPARSE + rows(sparse_layers(), SPARSE_TOKENS)
+    page += STREAMS + rows(stream_layers(), RECURRENT_TOKENS[:1])
     print(page)
     if options.write:
         Path(__file__).with_suffix(".md").write_text(page, encoding="utf-8")

@@ -550,6 +550,13 @@ ROWS = [
             "sequence_length=4096",
         ),
         (
+            "kimi-k2-1t-a32b",
+            "v5p:8x8x16",
+            1,
+            "ici_stage=16 ici_fsdp=8 ici_expert=8 repeats=1 schedule=1f1b microbatches=32 "
+            "batch_size=2048 sequence_length=4096",
+        ),
+        (
             "llama3.1-8b",
             "v5p:2x2x4",
             1,
