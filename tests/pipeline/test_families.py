@@ -542,9 +542,7 @@ def test_model_families_match_unpipelined_model(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_stream_kernels_match_unpipelined_model(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stream_kernels_match_unpipelined_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels run as JAX operations, with registers as wide as the model."""
 
     def select(sizes: Any, x: Any, rules: Any) -> StreamShards:
