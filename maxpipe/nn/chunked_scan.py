@@ -22,13 +22,13 @@ from maxpipe.nn import convolution_kernel
 from maxpipe.nn.convolution_kernel import Columns, Convolution
 from maxpipe.nn.module import LayerContext
 from maxpipe.nn.recurrent_backends import (
-    has_tpu_devices,
     run_backward,
     run_convolution,
     run_forward,
 )
 from maxpipe.nn.recurrent_kernels import Layout, Operands, merge_states, split_states
 from maxpipe.parallel.collectives import mark_varying
+from maxpipe.parallel.tpu_kernels import has_tpu_devices
 
 EMPTY_SEGMENT = -1
 """Segment ID that marks positions before the start of a sequence."""

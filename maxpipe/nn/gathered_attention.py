@@ -20,15 +20,19 @@ from jaxtyping import Bool, Float, UInt32
 
 from maxpipe.nn.selection_kernel import MIN_SCORE
 from maxpipe.parallel import scopes
-from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, dot, tpu_cores
+from maxpipe.parallel.tpu_kernels import (
+    compiler_parameters,
+    cost_estimate,
+    dot,
+    tpu_cores,
+    usable_vmem,
+)
 
 _MAX_ROWS = 512
 """Largest number of pairs of a head and a query token that a grid step processes."""
 _TILE = 512
 """Number of keys that a grid step processes."""
 _LANES = 128
-_VMEM_SHARE = 0.9
-"""Largest part of the usable memory that the arrays of a kernel occupy."""
 _ADD_RATE, _SHARES_RATE, _GRADIENTS_RATE = 1.32, 1.08, 1.02
 """Instructions of the kernels for v5p, as multiples of the cycles of the matrix units.
 `benchmarks/kernel_schedules.py --sparse` prints the schedules."""
@@ -206,7 +210,7 @@ def fits(query: tuple[int, ...], keys: tuple[int, ...]) -> bool:
     pairs = rows * tile * (4 * 4 + 2 * 4)
     row_arrays = rows * width * 2 * (4 + 4 + 4 + 4)
     key_arrays = tile * (width * 2 * (4 + 4) + 2 * 4 * _LANES)
-    return pairs + row_arrays + key_arrays <= _VMEM_SHARE * tpu_cores().vmem_mib * 2**20
+    return pairs + row_arrays + key_arrays <= usable_vmem()
 
 
 def _heads_at_once(heads: int, tokens: int, parts: int = 1) -> int:

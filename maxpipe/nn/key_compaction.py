@@ -19,11 +19,9 @@ from jaxtyping import Int, UInt32
 
 from maxpipe.nn.indexer import running_count
 from maxpipe.parallel import scopes
-from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, dot, tpu_cores
+from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, dot, usable_vmem
 
 _LANES = 128
-_VMEM_SHARE = 0.9
-"""Largest part of the usable memory that the arrays of the kernel occupy."""
 _LANE_MOVE, _GROUP_MOVE, _KEY = 172 / 2**14, 58 / 2**14, 233 / 2**14
 """Instructions for each key: for a move by less than a group of 128 keys, for a move by groups, and
 outside of these loops."""
@@ -74,7 +72,7 @@ def _plain(members: Array, block: Array, padding: int) -> tuple[Array, Array, Ar
 
 def _fits(num_keys: int) -> bool:
     """Return whether the list fits the memory of a core, with two copies of each operand."""
-    return 4 * num_keys * (2 + 4 + 3) <= _VMEM_SHARE * tpu_cores().vmem_mib * 2**20
+    return 4 * num_keys * (2 + 4 + 3) <= usable_vmem()
 
 
 def _tile_size(groups: int) -> int:

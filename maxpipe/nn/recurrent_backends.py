@@ -18,7 +18,7 @@ from maxpipe.nn.attention.interface import shard_axes
 from maxpipe.nn.convolution_kernel import Arguments, Convolution
 from maxpipe.nn.recurrent_kernels import Layout, Operands
 from maxpipe.parallel.collectives import map_shards, mark_varying
-from maxpipe.parallel.mesh import mesh_device_kind
+from maxpipe.parallel.tpu_kernels import has_tpu_devices
 
 
 class KernelShards(NamedTuple):
@@ -30,11 +30,6 @@ class KernelShards(NamedTuple):
     """Axis that shards heads."""
     number: int
     """Number of shards of the heads."""
-
-
-def has_tpu_devices() -> bool:
-    """Return whether the devices of the current mesh are TPUs."""
-    return mesh_device_kind().startswith("TPU")
 
 
 def kernel_shards(rows: int, heads: int) -> KernelShards:

@@ -19,15 +19,19 @@ from jax.experimental.pallas import tpu
 from jaxtyping import Float, Int
 
 from maxpipe.parallel import scopes
-from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, dot, tpu_cores
+from maxpipe.parallel.tpu_kernels import (
+    compiler_parameters,
+    cost_estimate,
+    dot,
+    tpu_cores,
+    usable_vmem,
+)
 
 _LANES = 128
 _MAX_TILE = 1024
 """Number of keys in a tile. Short sequences have one smaller tile."""
 _ROWS_AT_ONCE = 256
 """Number of pairs of an index head and a query token whose scores are computed at once."""
-_VMEM_SHARE = 0.9
-"""Largest part of the usable memory that the arrays of the kernel occupy."""
 _SCORES_RATE = 1.16
 """Instructions that compute scores, as a multiple of the cycles of the matrix units."""
 _PASS, _WRITE = 32 / 2**15, 240 / 2**15
@@ -62,7 +66,7 @@ def rows_at_once(num_keys: int, num_heads: int, size: int) -> int:
     `size` is the number of dims of an index head. If the scores of 8 tokens do not fit, the result
     is 0.
     """
-    usable = _VMEM_SHARE * tpu_cores().vmem_mib * 2**20
+    usable = usable_vmem()
     tile = _tile_size(num_keys)
     padded = -(-num_keys // tile) * tile
     for rows in (32, 16, 8):

@@ -20,9 +20,9 @@ from maxpipe.nn import stream_kernels
 from maxpipe.nn.attention.interface import shard_axes
 from maxpipe.nn.stream_kernels import Projection, Sizes
 from maxpipe.parallel.collectives import map_shards, mark_varying
-from maxpipe.parallel.mesh import mesh_device_kind
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules
+from maxpipe.parallel.tpu_kernels import has_tpu_devices
 
 
 class StreamShards(NamedTuple):
@@ -40,7 +40,7 @@ def select_shards(
     """Return how the kernels are sharded, or None if plain JAX is used. Without `rules`, every
     device of the tensor axis has all tokens.
     """
-    if not _has_tpu_devices() or not stream_kernels.supports(sizes, x.dtype):
+    if not has_tpu_devices() or not stream_kernels.supports(sizes, x.dtype):
         return None
     axis = "" if rules is None else SequenceParallel.from_rules(rules).axis
     mesh = jax.sharding.get_abstract_mesh()
@@ -114,7 +114,7 @@ def map_coefficients(
     def run(*arrays: Array) -> Array:
         flat = [each.reshape(len(each), -1) for each in arrays]
         out = stream_kernels.map_coefficients(
-            function, flat, num_outputs, interpret=not _has_tpu_devices()
+            function, flat, num_outputs, interpret=not has_tpu_devices()
         )
         return out.reshape(num_outputs, *arrays[0].shape[1:])
 
@@ -133,15 +133,11 @@ def _on_shards(
     def local(projection: Projection | None, *arrays: Array) -> tuple[Array, ...]:
         flat = [each.reshape(-1, each.shape[-1]) for each in arrays]
         weights = () if projection is None else (projection,)
-        out = run(*weights, *flat, interpret=not _has_tpu_devices())
+        out = run(*weights, *flat, interpret=not has_tpu_devices())
         return tuple(each.reshape(*arrays[0].shape[:2], each.shape[-1]) for each in out)
 
     mapped = map_shards(local, (shared, *(spec for _ in arrays)), (spec,) * num_outputs)
     return mapped(*mark_varying((projection, *arrays)))
-
-
-def _has_tpu_devices() -> bool:
-    return mesh_device_kind().startswith("TPU")
 
 
 def _tokens_first(numbers: Float[Array, "J B T"]) -> Float[Array, "B T J"]:

@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu
 from jaxtyping import Float
 
 from maxpipe.parallel import scopes
-from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, tpu_cores
+from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, tpu_cores, usable_vmem
 
 LANES = 128
 _MAX_TOKENS = 128
@@ -270,7 +270,7 @@ def _tokens(sizes: Sizes, num_arrays: int, dtype: Any, *, projection: bool) -> i
     width, itemsize = sizes.num_streams * sizes.width, jnp.dtype(dtype).itemsize
     # Each array has two buffers, so that transfers overlap with the computation.
     per_token = 2 * itemsize * (num_arrays * width + 2 * sizes.width)
-    available = int(0.9 * tpu_cores().vmem_mib * 2**20) - projection * 2 * LANES * itemsize * width
+    available = int(usable_vmem()) - projection * 2 * LANES * itemsize * width
     tokens = max(available, 0) // per_token
     return min(_MAX_TOKENS, 1 << (tokens.bit_length() - 1)) if tokens >= _GROUP else 0
 

@@ -56,6 +56,18 @@ def tpu_cores() -> TpuCores:
     return next((each for name, each in _CORES.items() if re.fullmatch(name, kind)), _OTHER_CORES)
 
 
+def has_tpu_devices() -> bool:
+    """Return whether the devices of the current mesh are TPUs."""
+    return mesh_device_kind().startswith("TPU")
+
+
+def usable_vmem() -> float:
+    """Return the number of bytes of a core's memory that the arrays of a kernel can occupy. The
+    compiler needs the other memory.
+    """
+    return 0.9 * tpu_cores().vmem_mib * 2**20
+
+
 def dot(first: Array, second: Array, first_dim: int, second_dim: int) -> Array:
     """Contract one dim of each operand, with float32 sums."""
     dims = (((first_dim,), (second_dim,)), ((), ()))

@@ -32,15 +32,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jaxtyping import Bool, Float, Int, Shaped
 
-from maxpipe.parallel.tpu_kernels import compiler_parameters, cost_estimate, dot, tpu_cores
+from maxpipe.parallel.tpu_kernels import (
+    compiler_parameters,
+    cost_estimate,
+    dot,
+    tpu_cores,
+    usable_vmem,
+)
 
 LANES = 128
 """Every block size is a multiple of this number."""
 _MASKED_SCORE = -0.7 * float(np.finfo(np.float32).max)
 """Score of masked pairs. Differences of two such scores are finite."""
 _LOG2_E = math.log2(math.e)
-_VMEM_SHARE = 0.9
-"""Largest part of the usable memory that the arrays of a kernel occupy."""
 _NUM_TEMPORARIES = 4
 """Number of float32 blocks of scores that exist at the same time in the backward kernel."""
 
@@ -411,7 +415,7 @@ def _query_span(queries: Sequence[Array], value: Array, sizes: BlockSizes) -> tu
     blocks = 2 * item * (sizes.queries * (width + size) + 2 * sizes.keys * width)
     scratch = 4 * sizes.keys * width
     temporary = 4 * _NUM_TEMPORARIES * sizes.queries * sizes.keys_at_once
-    left = _VMEM_SHARE * tpu_cores().vmem_mib * 2**20 - blocks - scratch - temporary
+    left = usable_vmem() - blocks - scratch - temporary
     divisors = [parts for parts in range(1, group + 1) if group % parts == 0]
     fits = [parts for parts in divisors if 4 * group // parts * tokens * size <= left]
     if not fits:
