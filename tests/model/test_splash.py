@@ -106,7 +106,7 @@ def test_gradients_with_little_memory(
 ) -> None:
     """Query heads are divided into parts, and queries into spans."""
     cores = tpu_kernels.tpu_cores()._replace(vmem_mib=mib)  # type: ignore[arg-type]
-    monkeypatch.setattr(splash_kernels, "tpu_cores", lambda: cores)
+    monkeypatch.setattr(tpu_kernels, "tpu_cores", lambda: cores)
     draw = [jax.random.key(number) for number in range(4)]
     query, d_mixed = (jax.random.normal(each, (1, 384, 4, 128)) for each in draw[:2])
     key, value = (jax.random.normal(each, (1, 384, 1, 128)) for each in draw[2:])

@@ -14,6 +14,7 @@ from maxpipe.nn.attention.interface import Mask
 from maxpipe.nn.gathered_attention import BlockOptions, OutputGradient, Softmax
 from maxpipe.nn.indexer import IndexArrays
 from maxpipe.nn.sparse_attention import sparse_attend
+from maxpipe.parallel import tpu_kernels
 from maxpipe.parallel.tpu_kernels import TpuCores
 
 SCALE, VALUE = 0.3, 8
@@ -86,11 +87,11 @@ def test_block_equals_float64_reference(
 def test_kernels_fit_the_memory_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes are those of DeepSeek-V3.2. Blocks of 8 tokens use plain JAX."""
     keys = (1, 2048, 576)
-    monkeypatch.setattr(gathered_attention, "tpu_cores", lambda: TpuCores(2, 2**16, 790))
+    monkeypatch.setattr(tpu_kernels, "tpu_cores", lambda: TpuCores(2, 2**16, 790))
     for heads, tokens, expected in ((16, 32, True), (128, 32, True), (1, 16, True), (16, 8, False)):
         assert gathered_attention.fits((1, heads, tokens, 576), keys) == expected
     small = TpuCores(1, 2**16, 550, vmem_mib=8)
-    monkeypatch.setattr(gathered_attention, "tpu_cores", lambda: small)
+    monkeypatch.setattr(tpu_kernels, "tpu_cores", lambda: small)
     assert not gathered_attention.fits((1, 16, 32, 576), keys)
 
 
